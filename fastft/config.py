@@ -1,0 +1,64 @@
+"""What a user may choose: one field an op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from .errors import UnsupportedOptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchConfig:
+    """The options of `patch_model`.
+
+    Every field takes "auto" (the best implementation that can run, the stock one otherwise, and the report says
+    why), the name of one implementation (used, or an error says why it cannot be), or False (left alone).
+
+    Attributes:
+        attention: "fa2" (PyTorch's own varlen FlashAttention-2), "sdpa" (one call per document), "reference".
+        packing: "auto" recognises batches that hold several sequences in a row and keeps them apart; False hands
+            every batch to the stock implementation.
+        rope: "triton", "reference".
+        rope_in_place: True rotates q and k where they lie whenever that is provably safe, "auto" only in batches so
+            long that the memory counts, False never. The results are the same.
+        rms_norm: "triton", "reference".
+        lora: "fused" computes a LoRA projection without extra passes over its output, where PEFT's own forward would
+            compute exactly that; every other adapter stays PEFT's.
+    """
+
+    attention: str | Literal[False] = "auto"
+    packing: str | Literal[False] = "auto"
+    rope: str | Literal[False] = "auto"
+    rope_in_place: str | bool = "auto"
+    rms_norm: str | Literal[False] = "auto"
+    lora: str | Literal[False] = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "rope_in_place":
+                if value not in ("auto", True, False):
+                    raise UnsupportedOptionError(f"rope_in_place={value!r} is no option; give 'auto', True or False")
+            elif value is not False and not isinstance(value, str):
+                raise UnsupportedOptionError(
+                    f"{field.name}={value!r} is not an option; give 'auto', the name of an implementation, or False"
+                )
+        if self.packing not in ("auto", False):
+            raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
+        if self.packing and self.attention is False:
+            raise UnsupportedOptionError(
+                "packing needs fastft's attention, which attention=False turns off; give packing=False as well"
+            )
+
+    def with_options(self, options: dict[str, Any]) -> PatchConfig:
+        """This config with some fields replaced.
+
+        Raises:
+            UnsupportedOptionError: a name that is no field.
+        """
+        known = {field.name for field in fields(self)}
+        unknown = sorted(options.keys() - known)
+        if unknown:
+            raise UnsupportedOptionError(f"unknown option {unknown[0]!r}; fastft knows {', '.join(sorted(known))}")
+        return replace(self, **options)
