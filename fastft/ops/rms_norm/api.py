@@ -1,0 +1,133 @@
+"""The public RMSNorm: checks, and the choice between the Triton kernels and plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ...capability import GPUCapability, Verdict, probe
+from ...errors import KernelInputError, UnsupportedOptionError
+from ..selection import AUTO, select
+from . import reference
+
+ROUNDINGS = ("llama", "fp32_weight", "gemma")
+# The kernels hold whole rows. The backward keeps x, dy, weight and the sum of dweight of a row in registers: at 16384
+# they take the whole register file (ptxas: 128 registers for each of 512 threads, 112 bytes spilled).
+TRITON_MAX_HIDDEN_SIZE = 16384
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_Implementation = Callable[[torch.Tensor, torch.Tensor | None, float, str], torch.Tensor]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, rounding: str = "llama", impl: str = AUTO
+) -> torch.Tensor:
+    """Normalise the last dimension of x by its root mean square, then scale it by a weight.
+
+        x_hat = x / sqrt(mean(x^2) + eps)      in fp32
+        llama:        weight * round(x_hat)            (Llama, Qwen, Mistral, Phi, GLM, ...)
+        fp32_weight:  round(weight * x_hat)            (gpt-oss, OLMo2, OLMo3, Nemotron-H)
+        gemma:        round((1 + weight) * x_hat)      (Gemma, Qwen3-Next)
+
+    where round() is the rounding to x's dtype. Without a weight every order gives round(x_hat). Differentiable in x
+    and weight, once; the weight's gradient costs nothing when the weight is frozen. Inputs and incoming gradients are
+    never written.
+
+    Args:
+        x: [..., H], fp16, bf16, fp32 or fp64, any leading shape and strides.
+        weight: [H] on x's device, any of those dtypes, or None.
+        eps: added to the mean square.
+        rounding: where the result is rounded, see above.
+        impl: "auto", "triton" or "reference". Under torch.compile "auto" is the reference, for the compiler to fuse.
+
+    Returns:
+        [..., H], fresh. Of x's dtype; under llama of the dtype that torch promotes weight and x to.
+
+    Raises:
+        KernelInputError: x has no last dimension, or dtypes, devices or the weight's shape do not fit.
+        UnsupportedOptionError: an unknown rounding, or an implementation that cannot run here.
+
+    Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+    if x.ndim == 0:
+        raise KernelInputError("rms_norm: x has no dimension to normalise; give it the shape [..., H]")
+    hidden_size = x.shape[-1]
+    weight_dtype = None
+    if weight is not None:
+        weight_dtype = weight.dtype
+        if weight.ndim != 1 or weight.shape[0] != hidden_size:
+            raise KernelInputError(
+                f"rms_norm: weight has shape {list(weight.shape)}, but x {list(x.shape)} needs [{hidden_size}]; "
+                "x's last dimension has to be the normalised one"
+            )
+        if weight.device != x.device:
+            raise KernelInputError(f"rms_norm: x is on {x.device}, weight on {weight.device}; move one to the other")
+    if impl == AUTO and torch.compiler.is_compiling():
+        _check_options(x.dtype, weight_dtype, rounding)
+        return reference.rms_norm(x, weight, eps, rounding)
+    implementation = _implementation(x.device, x.dtype, weight_dtype, hidden_size, rounding, impl)
+    if x.numel() == 0:  # nothing to launch, and torch knows the gradients of nothing
+        implementation = reference.rms_norm
+    return implementation(x, weight, eps, rounding)
+
+
+def verdicts(
+    capability: GPUCapability, dtype: torch.dtype, *, hidden_size: int, weight_dtype: torch.dtype | None = None
+) -> dict[str, Verdict]:
+    """What each implementation says about a case, best first.
+
+    Args:
+        capability: of the device that x is on.
+        dtype: of x.
+        hidden_size: H.
+        weight_dtype: of the weight; None if there is none.
+
+    Returns:
+        "triton" and "reference" with their verdicts; the reference comes first without a GPU.
+    """
+    found = {
+        "triton": _triton_verdict(capability, (dtype, weight_dtype or dtype), hidden_size),
+        "reference": Verdict(True, "plain torch; runs on any device"),
+    }
+    return found if capability.device.kind != "cpu" else dict(reversed(found.items()))
+
+
+def _triton_verdict(capability: GPUCapability, dtypes: tuple[torch.dtype, ...], hidden_size: int) -> Verdict:
+    if hidden_size > TRITON_MAX_HIDDEN_SIZE:
+        return Verdict(False, f"a row of {hidden_size} does not fit one program (at most {TRITON_MAX_HIDDEN_SIZE})")
+    for dtype in dtypes:
+        if dtype == torch.float64:
+            return Verdict(False, "the kernels compute in fp32, which would lose the precision of fp64")
+        verdict = capability.triton_for(dtype)
+        if not verdict:
+            return verdict
+    return verdict
+
+
+@lru_cache(maxsize=256)
+def _implementation(
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    hidden_size: int,
+    rounding: str,
+    impl: str,
+) -> _Implementation:
+    """Everything that is decided once per device, dtypes and size rather than at each of a step's many calls."""
+    _check_options(dtype, weight_dtype, rounding)
+    found = verdicts(probe(device), dtype, hidden_size=hidden_size, weight_dtype=weight_dtype)
+    if select("rms_norm", impl, found).impl == "reference":
+        return reference.rms_norm
+    from .triton import rms_norm as triton_rms_norm
+
+    return triton_rms_norm
+
+
+def _check_options(dtype: torch.dtype, weight_dtype: torch.dtype | None, rounding: str) -> None:
+    if rounding not in ROUNDINGS:
+        raise UnsupportedOptionError(f"rms_norm: unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+    for name, given in (("x", dtype), ("weight", weight_dtype or dtype)):
+        if given not in _DTYPES:
+            raise KernelInputError(f"rms_norm: {name} has dtype {given}; give it fp16, bf16, fp32 or fp64")

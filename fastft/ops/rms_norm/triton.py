@@ -1,0 +1,295 @@
+"""RMSNorm kernels, forward and backward.
+
+    rstd  = 1 / sqrt(mean(x^2) + eps)          x_hat = x * rstd          (fp32, over the last dimension)
+    llama        y  = weight * round(x_hat)            result dtype: promotion of weight and x
+    fp32_weight  y  = round(weight * x_hat)            result dtype: that of x
+    gemma        y  = round((1 + weight) * x_hat)      result dtype: that of x
+    dx     = rstd * (g - x_hat * mean(g * x_hat))      g = dy * weight, or dy * (1 + weight); one rounding
+    dweight = sum over rows of dy * x_hat              llama: x_hat rounded to x.dtype, as its forward multiplies it
+
+Shapes: x, y, dy, dx [M, H] (M rows from any leading shape), weight [H], rstd [M] fp32.
+Dtypes: fp32, fp16, bf16 (sm80 on), mixed as torch promotes them; sums in fp32. Any card that Triton compiles for.
+Bytes an element at 16 bits: forward 4 (x in, y out), backward 6 (x, dy in, dx out); weight and rstd are noise.
+
+A tile is BLOCK_M whole rows, so that one pass over memory is enough: narrow rows (q_norm, k_norm) share a program.
+With a trained weight the backward runs a fixed number of programs which walk the rows and keep their part of dweight
+in registers; with a frozen one there is one program a tile and nothing is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from ...capability import probe
+
+# 4096 elements a tile and 4 warps are 32 elements a thread: four 16-byte loads of each 16-bit operand in flight.
+TILE_ELEMENTS = 4096
+ELEMENTS_PER_WARP = 1024
+# Warps of the weight-gradient backward that stay resident on one multiprocessor (ptxas: up to 165 registers a thread,
+# which 12 warps fill). More programs than that would queue behind the others, each having a fixed share of the rows.
+RESIDENT_WARPS = 12
+INT32_MAX = 2**31 - 1
+
+# The kernels are not specialised on num_rows: packed batches change it from step to step, and a first odd (or first
+# round) number would stop training to compile a variant that is no faster.
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_fwd_kernel(
+    x_ptr,  # [M, H], row stride x_row_stride
+    weight_ptr,  # [H] or None
+    y_ptr,  # [M, H] contiguous
+    rstd_ptr,  # [M] fp32
+    x_row_stride,
+    num_rows,
+    eps,
+    H: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if LONG_INDEXING:
+        tile = tile.to(tl.int64)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_H)
+    row_mask = rows < num_rows
+    col_mask = cols < H
+    mask = row_mask[:, None] & col_mask[None, :]
+
+    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+    x_fp32 = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x_fp32 * x_fp32, axis=1) / H + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+
+    y = x_fp32 * rstd[:, None]
+    if weight_ptr is not None:
+        scale = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+        if ROUNDING == "llama":
+            y = y.to(x.dtype).to(tl.float32)
+        elif ROUNDING == "gemma":
+            scale += 1.0
+        y = y * scale[None, :]
+    tl.store(y_ptr + rows[:, None] * H + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_bwd_kernel(
+    dy_ptr,  # [M, H], row stride dy_row_stride
+    x_ptr,  # [M, H], row stride x_row_stride
+    weight_ptr,  # [H] or None
+    rstd_ptr,  # [M] fp32
+    dx_ptr,  # [M, H] contiguous, or None: x needs no gradient
+    partials_ptr,  # [programs, H] fp32, or None: the weight is frozen
+    dy_row_stride,
+    x_row_stride,
+    num_rows,
+    H: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if LONG_INDEXING:
+        program = program.to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    col_mask = cols < H
+    if (dx_ptr is not None) and (weight_ptr is not None):
+        scale = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+        if ROUNDING == "gemma":
+            scale += 1.0
+    if partials_ptr is not None:
+        dweight = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+
+    for tile in range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = rows < num_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        x_hat = x.to(tl.float32) * rstd[:, None]
+
+        if partials_ptr is not None:
+            if ROUNDING == "llama":
+                dweight += dy * x_hat.to(x.dtype).to(tl.float32)
+            else:
+                dweight += dy * x_hat
+        if dx_ptr is not None:
+            if weight_ptr is not None:
+                dy = dy * scale[None, :]
+            mean = tl.sum(dy * x_hat, axis=1) / H
+            dx = (dy - x_hat * mean[:, None]) * rstd[:, None]
+            tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+    if partials_ptr is not None:
+        tl.store(partials_ptr + program * H + cols, tl.sum(dweight, axis=0), mask=col_mask)
+
+
+class LaunchConfig(NamedTuple):
+    """How rows are cut into programs; `programs_per_sm` counts only in the backward with a trained weight."""
+
+    block_m: int
+    block_h: int
+    num_warps: int
+    programs_per_sm: int
+
+
+@lru_cache(maxsize=256)
+def launch_config(hidden_size: int) -> LaunchConfig:
+    block_h = triton.next_power_of_2(hidden_size)
+    block_m = max(1, TILE_ELEMENTS // block_h)
+    num_warps = min(16, max(4, block_m * block_h // ELEMENTS_PER_WARP))
+    return LaunchConfig(block_m, block_h, num_warps, max(1, RESIDENT_WARPS // num_warps))
+
+
+@lru_cache(maxsize=64)
+def _sm_count(device: torch.device) -> int:
+    return max(1, probe(device).device.sm_count)  # 0 on the CPU, where the interpreter runs
+
+
+def _row_stride(tensor: torch.Tensor) -> int | None:
+    """Elements between consecutive rows [H] of a tensor [..., H], or None when no single stride leads through them."""
+    *sizes, hidden_size = tensor.shape
+    *strides, last = tensor.stride()
+    if last != 1 and hidden_size != 1:
+        return None
+    row_stride: int | None = None
+    next_stride = 0
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if row_stride is None:
+            row_stride = stride
+        elif stride != next_stride:
+            return None
+        next_stride = stride * size
+    return hidden_size if row_stride is None else row_stride
+
+
+def _as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tensor and its row stride; a contiguous copy where its rows lie at no single stride."""
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
+    row_stride = _row_stride(tensor)
+    return (tensor.contiguous(), tensor.shape[-1]) if row_stride is None else (tensor, row_stride)
+
+
+def _on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's; switching costs, so only when needed."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def launch_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str, config: LaunchConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y (contiguous, of x's shape) and rstd [M] of a non-empty x [..., H]."""
+    hidden_size = x.shape[-1]
+    num_rows = x.numel() // hidden_size
+    block_m, block_h, num_warps, _ = config or launch_config(hidden_size)
+    x_rows, x_row_stride = _as_rows(x)
+    dtype = x.dtype
+    if weight is not None:
+        weight = weight.contiguous()
+        if rounding == "llama" and weight.dtype != dtype:
+            dtype = torch.promote_types(weight.dtype, dtype)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    with _on_device(x):
+        _rms_norm_fwd_kernel[(triton.cdiv(num_rows, block_m),)](
+            x_rows, weight, y, rstd, x_row_stride, num_rows, eps,
+            H=hidden_size, ROUNDING=rounding, BLOCK_M=block_m, BLOCK_H=block_h,
+            LONG_INDEXING=num_rows * max(x_row_stride, hidden_size) > INT32_MAX, num_warps=num_warps,
+        )  # fmt: skip
+    return y, rstd
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    rounding: str,
+    needs_dx: bool,
+    needs_dweight: bool,
+    config: LaunchConfig | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx (fresh, contiguous) and dweight, each None where it is not needed."""
+    hidden_size = x.shape[-1]
+    num_rows = rstd.numel()
+    block_m, block_h, num_warps, programs_per_sm = config or launch_config(hidden_size)
+    x_rows, x_row_stride = _as_rows(x)
+    dy_rows, dy_row_stride = _as_rows(dy)
+    programs = triton.cdiv(num_rows, block_m)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+    partials = None
+    if needs_dweight:
+        programs = min(programs, programs_per_sm * _sm_count(x.device))
+        partials = torch.empty((programs, hidden_size), dtype=torch.float32, device=x.device)
+    with _on_device(x):
+        _rms_norm_bwd_kernel[(programs,)](
+            dy_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials,
+            dy_row_stride, x_row_stride, num_rows,
+            H=hidden_size, ROUNDING=rounding, BLOCK_M=block_m, BLOCK_H=block_h,
+            LONG_INDEXING=num_rows * max(x_row_stride, dy_row_stride, hidden_size) > INT32_MAX, num_warps=num_warps,
+        )  # fmt: skip
+    if partials is None or weight is None:
+        return dx, None
+    return dx, partials.sum(0).to(weight.dtype)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
+        y, rstd = launch_forward(x, weight, eps, rounding)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.rounding = rounding
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
+        dx, dweight = launch_backward(dy, x, weight, rstd, ctx.rounding, needs_dx, needs_dweight)
+        return dx, dweight, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
+    """`fastft.ops.rms_norm.rms_norm` for a non-empty, validated x [..., H]."""
+    return _RMSNormFunction.apply(x, weight, eps, rounding)
+
+
+def compile_cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """(kernel, signature, constexprs, num_warps) of configurations to cross-compile; pointers are 16-byte aligned."""
+    for dtype, weight, hidden_size, rounding, long_indexing, trained in [
+        ("bf16", "bf16", 2048, "llama", False, True),
+        ("bf16", "fp32", 128, "llama", False, False),
+        ("fp16", "fp16", 128, "gemma", False, True),
+        ("fp32", "fp32", 16384, "fp32_weight", True, True),
+    ]:
+        block_m, block_h, num_warps, _ = launch_config(hidden_size)
+        sizes = {"H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h}
+        sizes["LONG_INDEXING"] = long_indexing
+        stride = "i64" if long_indexing else "i32"
+        result = "fp32" if "fp32" in (dtype, weight) and rounding == "llama" else dtype
+        forward = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "y_ptr": f"*{result}", "rstd_ptr": "*fp32"}
+        forward |= {"x_row_stride": stride, "num_rows": "i32", "eps": "fp32"}
+        yield _rms_norm_fwd_kernel, forward | dict.fromkeys(sizes, "constexpr"), sizes, num_warps
+        backward = {"dy_ptr": f"*{result}", "x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "rstd_ptr": "*fp32"}
+        backward |= {"dx_ptr": f"*{dtype}", "partials_ptr": "*fp32" if trained else "constexpr"}
+        backward |= {"dy_row_stride": stride, "x_row_stride": stride, "num_rows": "i32"}
+        constants = sizes if trained else sizes | {"partials_ptr": None}
+        yield _rms_norm_bwd_kernel, backward | dict.fromkeys(sizes, "constexpr"), constants, num_warps
