@@ -1,0 +1,257 @@
+"""PEFT's LoRA projections: when the fused op may take the place of PEFT's forward, decided at each call.
+
+Adapters are added, switched, disabled, merged and hooked at any time, so no decision is remembered between calls. The
+questions are asked seven times a layer in every step: they are reads of instance dictionaries, which skip the slow
+attribute lookup of nn.Module, and what concerns x alone is asked once for all projections of it. PEFT is never
+imported from here: a model with a PEFT layer has done it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from ..ops.lora_linear import AdapterCasts
+from ..ops.lora_linear.autograd import lora_linear_group
+
+# The reason of a projection without an adapter, for callers that do not want to count it as a fallback.
+NOT_LORA = "not a LoRA linear layer of PEFT"
+
+_PLACES = ("the LoRA layer", "base_layer", "lora_A", "lora_B", "lora_dropout")
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+
+
+class LoRAProjection(NamedTuple):
+    """What `lora_linear` needs of a projection besides x, in its order: y = x W^T + b + scaling (x A^T) B^T."""
+
+    weight: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None  # [N]
+    lora_A: torch.Tensor  # [r, K]
+    lora_B: torch.Tensor  # [N, r]
+    scaling: float
+
+
+class LoRAProjector:
+    """Calls projections, several of one input at a time, by the fused op where that computes the same as they do.
+
+    It holds the copies of adapters that the recomputation of a checkpointed forward uses again. A copied or unpickled
+    projector starts without any.
+    """
+
+    __slots__ = ("_casts",)
+
+    def __init__(self) -> None:
+        self._casts = AdapterCasts()
+
+    def __reduce__(self) -> tuple[Callable[[], LoRAProjector], tuple[()]]:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoRAProjector:
+        return type(self)()
+
+    def __call__(self, modules: tuple[nn.Module, ...], x: torch.Tensor) -> tuple[list[torch.Tensor], list[str | None]]:
+        """What each module(x) returns.
+
+        Args:
+            modules: any projections: LoRA layers of PEFT, or not. Calls with further arguments, such as PEFT's
+                adapter_names, are for the modules themselves.
+            x: [..., K].
+
+        Returns:
+            The y_i, [..., N_i], and for each the reason why the module's own forward ran, or None if the fused op did.
+        """
+        facts = _input_facts(x)
+        found = [_fused_lora(module, facts) for module in modules]
+        reasons = [part if isinstance(part, str) else None for part in found]
+        layers = [part for part in found if not isinstance(part, str)]
+        if not layers or isinstance(facts, str):
+            return [module(x) for module in modules], reasons
+        weights, biases, As, Bs, scalings = zip(*layers, strict=True)
+        fused = iter(lora_linear_group(x, weights, biases, As, Bs, scalings, facts.compute_dtype, self._casts))
+        if len(layers) == len(modules):
+            return list(fused), reasons
+        pairs = zip(modules, reasons, strict=True)
+        return [next(fused) if reason is None else module(x) for module, reason in pairs], reasons
+
+
+def project(
+    module: nn.Module, x: torch.Tensor, on_fused: Callable[[], None] | None = None
+) -> tuple[torch.Tensor, str | None]:
+    """What module(x) returns, by the fused op if that computes the same: a `LoRAProjector` that remembers no copies.
+
+    Args:
+        module: any projection, as a `LoRAProjector` takes it.
+        x: [..., K].
+        on_fused: called whenever the fused op ran, to count it.
+
+    Returns:
+        y, [..., N], and the reason why the module's own forward ran, or None if the fused op did.
+    """
+    (y,), (reason,) = LoRAProjector()((module,), x)
+    if reason is None and on_fused is not None:
+        on_fused()
+    return y, reason
+
+
+def fused_lora(module: nn.Module, x: torch.Tensor) -> LoRAProjection | str:
+    """The parts of a LoRA projection if the fused op computes on them exactly what module(x) does.
+
+    The dtypes of x and of autocast, as it is at the call, belong to the question: PEFT casts x to the dtype of A first.
+
+    Args:
+        module: any projection.
+        x: [..., K], the input it is about to get.
+
+    Returns:
+        The parts, or the reason why the module's own forward has to run.
+    """
+    return _fused_lora(module, _input_facts(x))
+
+
+class _InputFacts(NamedTuple):
+    """What the questions about a projection have to know of x, and of the moment."""
+
+    layer_type: type[nn.Module]  # PEFT's LoRA linear layer
+    device: torch.device
+    dtype: torch.dtype
+    autocast: bool
+    compute_dtype: torch.dtype
+
+
+def _input_facts(x: torch.Tensor) -> _InputFacts | str:
+    """The facts, or why nothing can be fused with this x now."""
+    lora_layer = sys.modules.get("peft.tuners.lora.layer")
+    if lora_layer is None:
+        return NOT_LORA
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing, and fuses PEFT's own operations"
+    if nn_module._has_any_global_hook():
+        return "a hook is registered for all modules"
+    if type(x) not in _PLAIN_TENSORS:
+        return f"the input is a {type(x).__name__}, not a plain tensor"
+    device, dtype = x.device, x.dtype
+    kind = device.type
+    if kind == "meta":
+        return "the input is on the meta device"
+    if x.numel() == 0:
+        return "the input has no tokens"
+    autocast = torch.is_autocast_enabled(kind)
+    if not autocast:
+        return _InputFacts(lora_layer.Linear, device, dtype, False, dtype)
+    if dtype not in _AUTOCAST_DTYPES:
+        return "a dtype that autocast does not cast"
+    return _InputFacts(lora_layer.Linear, device, dtype, True, torch.get_autocast_dtype(kind))
+
+
+def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection | str:
+    if isinstance(facts, str):
+        lora_layer = sys.modules.get("peft.tuners.lora.layer")
+        return facts if lora_layer is not None and type(module) is lora_layer.Linear else NOT_LORA
+    if type(module) is not facts.layer_type:
+        return NOT_LORA
+    state = module.__dict__
+    reason = _state_reason(state)
+    if reason:
+        return reason
+    children = state["_modules"]
+    adapters = children["lora_A"].__dict__["_modules"]
+    active = state["_active_adapter"]
+    present = [name for name in ((active,) if type(active) is str else active) if name in adapters]
+    if len(present) != 1:
+        return "several adapters are active in this layer" if present else "no active adapter is in this layer"
+    name = present[0]
+    if name in state["lora_variant"]:
+        return f"a LoRA variant is in use ({type(state['lora_variant'][name]).__name__})"
+    base, lora_A = children["base_layer"], adapters[name]
+    lora_B = children["lora_B"].__dict__["_modules"][name]
+    reason = _parts_reason(module, base, lora_A, lora_B, children["lora_dropout"].__dict__["_modules"][name])
+    return reason or _projection(state, base, lora_A, lora_B, state["scaling"][name], facts)
+
+
+def _state_reason(state: dict[str, Any]) -> str:
+    if state["_disable_adapters"]:
+        return "adapters are disabled"
+    if state["merged_adapters"]:
+        return "an adapter is merged into the base weight"
+    if state["fan_in_fan_out"]:
+        return "fan_in_fan_out: the base weight is stored transposed"
+    return ""
+
+
+def _parts_reason(module: nn.Module, base: nn.Module, lora_A: nn.Module, lora_B: nn.Module, dropout: nn.Module) -> str:
+    if type(base) is not nn.Linear:
+        return f"the base layer is a {type(base).__name__}, not an nn.Linear"
+    if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
+        return f"the adapter is a {type(lora_A).__name__} and a {type(lora_B).__name__}, not two nn.Linear"
+    if lora_B.__dict__["_parameters"]["bias"] is not None or lora_A.__dict__["_parameters"]["bias"] is not None:
+        return "lora_bias: the adapter has a bias"
+    if type(dropout) is not nn.Identity:
+        if type(dropout) is not nn.Dropout:
+            return f"the adapter's dropout is a {type(dropout).__name__}, not an nn.Dropout"
+        if dropout.training and dropout.p != 0:
+            return "the adapter has dropout, and is in training"
+    for place, part in enumerate((module, base, lora_A, lora_B, dropout)):
+        if _is_intercepted(part.__dict__):
+            return f"{_PLACES[place]} has hooks or a forward of its own"
+    return ""
+
+
+def _is_intercepted(state: dict[str, Any]) -> bool:
+    """Whether somebody wants to see the module being called: a hook, accelerate's forward, a compiled call."""
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+        or state.get("_compiled_call_impl") is not None
+    )
+
+
+def _projection(
+    state: dict[str, Any],
+    base: nn.Module,
+    lora_A: nn.Module,
+    lora_B: nn.Module,
+    scaling: float,
+    facts: _InputFacts,
+) -> LoRAProjection | str:
+    of_base = base.__dict__["_parameters"]
+    weight, bias = of_base.get("weight"), of_base.get("bias")
+    A, B = lora_A.__dict__["_parameters"].get("weight"), lora_B.__dict__["_parameters"].get("weight")
+    if (
+        type(weight) is not nn.Parameter
+        or type(A) is not nn.Parameter
+        or type(B) is not nn.Parameter
+        or (bias is not None and type(bias) is not nn.Parameter)
+    ):
+        return "a weight is not a plain parameter (sharded, quantized or replaced)"
+    if type(scaling) is not float and type(scaling) is not int:
+        return f"the scaling is a {type(scaling).__name__}, not a number"
+    device = facts.device
+    if weight.device != device or A.device != device or B.device != device:
+        return "the weights are not on the input's device"
+    tensors = (weight, A, B) if bias is None else (weight, A, B, bias)
+    reason = _dtype_reason([tensor.dtype for tensor in tensors], state["cast_input_dtype_enabled"], facts)
+    return reason or LoRAProjection(weight, bias, A, B, scaling)
+
+
+def _dtype_reason(dtypes: list[torch.dtype], casts_input: bool, facts: _InputFacts) -> str:
+    """dtypes: of the weight, A, B and the bias."""
+    if not facts.autocast:
+        # PEFT would compute the update in the adapter's dtype, and add it to an output of the base's.
+        return "" if dtypes.count(facts.dtype) == len(dtypes) else "dtypes differ, and autocast is off"
+    if not _AUTOCAST_DTYPES.issuperset(dtypes):
+        return "a dtype that autocast does not cast"
+    # PEFT rounds x to A's dtype on the way to autocast's, which is the same only if nothing is lost there.
+    A_dtype = dtypes[1]
+    lossless = A_dtype is torch.float32 or A_dtype is facts.dtype or A_dtype is facts.compute_dtype
+    if casts_input and not lossless:
+        return "PEFT rounds the input to the adapter's dtype, which is neither the input's nor autocast's"
+    return ""

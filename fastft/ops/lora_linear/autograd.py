@@ -1,0 +1,200 @@
+"""Linear layers of one input, each with a LoRA update, as GEMMs alone: nothing else goes over [T, N] or [T, K].
+
+    forward    t = [s_i x A_i^T]    y_i = x W_i^T + b_i, then y_i += t_i B_i^T
+    backward   g = [s_i dy_i B_i]   dx = sum_i dy_i W_i + g A   dA = g^T x   dB_i = dy_i^T t_i   (A: the A_i stacked)
+
+A sum is made by the GEMM that makes its last term: cuBLAS reads y, adds t B^T to the fp32 sum and writes y once. The
+scaling is the alpha of the products t and g, which then serve both the tensors of [T, ...] and the gradients of A and
+B, so that it costs no kernel and no rounding. A group costs one product with A for all, and one autograd node.
+
+Saved are x and the weights by reference, t, and A and B in the dtype computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .casts import AdapterCasts, cast
+
+# The shape of an output that shares memory with nothing alive. `view` would do, but autograd then refuses to let anyone
+# write the output in place: to it, a view made inside a Function is a view of an input that it cannot follow.
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+# The inputs of _LoRALinear before the weights, the biases, the As and the Bs.
+_LEADING = 4
+
+
+def lora_linear_group(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    lora_As: Sequence[torch.Tensor],
+    lora_Bs: Sequence[torch.Tensor],
+    scalings: Sequence[float],
+    dtype: torch.dtype,
+    casts: AdapterCasts | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """See `fastft.ops.lora_linear.lora_linear_group`; dtype is the one to compute in, x not empty, nothing checked."""
+    return _LoRALinear.apply(x, dtype, scalings, casts, *weights, *biases, *lora_As, *lora_Bs)
+
+
+class _LoRALinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        scalings: Sequence[float],
+        casts: AdapterCasts | None,
+        *parameters: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases, lora_As, lora_Bs = _quarters(parameters)
+        rows = _rows(x, dtype)
+        A, Bs = cast(lora_As, lora_Bs, dtype) if casts is None else casts.get(lora_As, lora_Bs, dtype)
+        ranks = [lora_A.shape[0] for lora_A in lora_As]
+        # Selective checkpointing is a dispatch mode that keeps the outputs of mm, and refuses ones written later.
+        in_place = not torch._C._len_torch_dispatch_stack()
+        t = _down(rows, A, ranks, scalings, in_place)
+        lead, outputs = x.shape[:-1], []
+        for weight, bias, B, part in zip(weights, biases, Bs, _columns(t, ranks), strict=True):
+            y = F.linear(rows, _to(weight, dtype), bias if bias is None else _to(bias, dtype))
+            y = y.addmm_(part, B.t()) if in_place else torch.addmm(y, part, B.t())
+            outputs.append(y if len(lead) == 1 else _unsafe_view(y, (*lead, y.shape[-1])))
+
+        needs_weight, _, needs_A, needs_B = (any(needs) for needs in _quarters(ctx.needs_input_grad[_LEADING:]))
+        needs_x = ctx.needs_input_grad[0]
+        nothing = (None,) * len(weights)
+        ctx.save_for_backward(
+            x if needs_A or needs_weight else None,
+            A if needs_x else None,
+            t if needs_B else None,
+            *(weights if needs_x else nothing),
+            *(Bs if needs_x or needs_A else nothing),
+        )
+        ctx.set_materialize_grads(False)
+        ctx.scalings, ctx.ranks, ctx.dtype = scalings, ranks, dtype
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Autocast around backward would lower GEMMs that forward ran in a wider dtype.
+        kind = next((dy.device.type for dy in dys if dy is not None), None)
+        if kind is not None and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return _gradients(ctx, dys)
+        return _gradients(ctx, dys)
+
+
+def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Of all inputs, in their order. An output that nobody used has no incoming gradient, and costs nothing."""
+    x, A, t, *rest = ctx.saved_tensors
+    count, dtype = len(dys), ctx.dtype
+    weights, Bs = rest[:count], rest[count:]
+    needs_weight, needs_bias, needs_A, needs_B = _quarters(ctx.needs_input_grad[_LEADING:])
+    weight_dtypes, bias_dtypes, A_dtypes, B_dtypes = _quarters(ctx.dtypes)
+    used = [(i, _rows(dy, dtype)) for i, dy in enumerate(dys) if dy is not None]
+    ranks = [ctx.ranks[i] for i, _ in used]
+    needs_x, needs_any_A = ctx.needs_input_grad[0], any(needs_A[i] for i, _ in used)
+
+    dx = None
+    none: list[torch.Tensor | None] = [None] * count
+    dweights, dbiases, dAs, dBs = (none.copy() for _ in range(4))
+    if used and (needs_x or needs_any_A):
+        in_place = not torch._C._len_torch_dispatch_stack()
+        g = _scaled_mms([(dy, Bs[i], ctx.scalings[i]) for i, dy in used], in_place)
+        if needs_x:
+            if len(used) < count:
+                A = torch.cat([A.split(ctx.ranks)[i] for i, _ in used])
+            dx = _sum_mms([*((dy, _to(weights[i], dtype)) for i, dy in used), (g, A)], in_place)
+            dx = _to(dx, ctx.x_dtype).view(ctx.x_shape)
+    if needs_any_A or any(needs_weight):
+        rows = _rows(x, dtype)
+    if needs_any_A:
+        dA = _mm_to(g.t(), rows, _common([A_dtypes[i] for i, _ in used]))
+        # Views would keep each other from being written in place, and their base alive.
+        parts = (dA,) if len(ranks) == 1 else torch.unsafe_split_with_sizes(dA, ranks)
+        for (i, _), part in zip(used, parts, strict=True):
+            dAs[i] = _to(part, A_dtypes[i]) if needs_A[i] else None
+    ts = _columns(t, ctx.ranks) if any(needs_B) else ()
+    for i, dy in used:
+        dBs[i] = _mm_to(dy.t(), ts[i], B_dtypes[i]) if needs_B[i] else None
+        dweights[i] = _mm_to(dy.t(), rows, weight_dtypes[i]) if needs_weight[i] else None
+        dbiases[i] = dy.sum(0, dtype=bias_dtypes[i]) if needs_bias[i] else None
+    return dx, None, None, None, *dweights, *dbiases, *dAs, *dBs
+
+
+def _quarters(items: Any) -> tuple[Any, Any, Any, Any]:
+    n = len(items) // 4
+    return items[:n], items[n : 2 * n], items[2 * n : 3 * n], items[3 * n :]
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """tensor.to(dtype), without the call where it would do nothing."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return dtypes[0] if dtypes.count(dtypes[0]) == len(dtypes) else torch.float32
+
+
+def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as [T, features] with strides that a GEMM takes as they are: every GEMM would make its own copy otherwise."""
+    rows = _to(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), dtype)
+    if rows.is_contiguous():
+        return rows
+    (height, width), (row_stride, column_stride) = rows.shape, rows.stride()
+    row_major = column_stride == 1 and row_stride >= width
+    column_major = row_stride == 1 and column_stride >= height
+    return rows if row_major or column_major else rows.contiguous()
+
+
+def _columns(matrix: torch.Tensor, widths: list[int]) -> Sequence[torch.Tensor]:
+    return (matrix,) if len(widths) == 1 else matrix.split(widths, 1)
+
+
+def _down(
+    rows: torch.Tensor, A: torch.Tensor, ranks: list[int], scalings: Sequence[float], in_place: bool
+) -> torch.Tensor:
+    """t: one GEMM, unless there is more than one scaling to be its alpha."""
+    if all(scaling == scalings[0] for scaling in scalings):
+        return _scaled_mms([(rows, A.t(), scalings[0])], in_place)
+    parts = zip(A.split(ranks), scalings, strict=True)
+    return _scaled_mms([(rows, part.t(), scaling) for part, scaling in parts], in_place)
+
+
+def _scaled_mms(products: list[tuple[torch.Tensor, torch.Tensor, float]], in_place: bool) -> torch.Tensor:
+    """scaling * a b of each, side by side, rounded once if in place. With beta 0 the GEMM does not read its output."""
+    if not in_place:
+        results = [torch.mm(a, b) * scaling for a, b, scaling in products]
+        return results[0] if len(results) == 1 else torch.cat(results, 1)
+    widths = [b.shape[1] for _, b, _ in products]
+    first = products[0][0]
+    result = first.new_empty((first.shape[0], sum(widths)))
+    for part, (a, b, scaling) in zip(_columns(result, widths), products, strict=True):
+        part.addmm_(a, b, beta=0, alpha=scaling)
+    return result
+
+
+def _sum_mms(products: list[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
+    (a, b), *others = products
+    result = torch.mm(a, b)
+    for a, b in others:
+        result = result.addmm_(a, b) if in_place else torch.addmm(result, a, b)
+    return result
+
+
+def _mm_to(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a b in dtype: straight from the GEMM's fp32 sum where torch can, so that an fp32 master gets an fp32 gradient."""
+    if dtype == a.dtype:
+        return torch.mm(a, b)
+    if dtype == torch.float32 and a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
