@@ -1,0 +1,237 @@
+"""The hooks on a backbone that find out, once per forward, which sequences a batch holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PackingError, UnsupportedModelError
+from ..packing import PackedSequences
+from .attention import AttentionName
+from .state import ModelState, ModuleState, state_of
+
+
+def announce_packing(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook: puts `packed_sequences` into the keyword arguments of a batch that fastft's attention serves.
+
+    Such a batch gets a 4-D mask of size zero, which the stock mask code hands through: no mask is built and nothing
+    is synchronised. A cache makes no sense for it and is turned off. Every other batch passes through unchanged.
+    """
+    state = state_of(module)
+    if state is None or torch.compiler.is_exporting():
+        return None
+    decoding = kwargs.get("past_key_values") is not None and kwargs.get("packed_sequences") is None
+    if decoding and torch.compiler.is_compiling():
+        return None  # so that the compiled step stays in one piece
+    return _announce(state, module, args, kwargs)
+
+
+# What it looks at differs from batch to batch; a compiler would specialise on it.
+@torch.compiler.disable
+def _announce(
+    state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if getattr(module, "_is_replica", False):
+        raise UnsupportedModelError(
+            "nn.DataParallel copies modules without their bound forwards, which would compute on the original's "
+            "weights; launch one process a GPU instead (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES"
+        )
+    kwargs = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
+    packed, reason = _find(state.shared, module, kwargs)
+    state.shared.counters[f"batches: {reason}"] += 1
+    if packed is None:
+        if "packed_sequences" not in kwargs:
+            return None
+        if kwargs.pop("packed_sequences") is not None:
+            raise PackingError(f"packed_sequences cannot be honoured for this batch ({reason}); leave one of them out")
+        return (), kwargs
+    tokens = _tokens(kwargs)
+    state.attention_before = _attention_calls(state)
+    kwargs["packed_sequences"] = packed
+    kwargs["attention_mask"] = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=tokens.device)
+    kwargs["use_cache"] = False
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = packed.position_ids.view(tokens.shape[:2])
+    return (), kwargs
+
+
+def check_attention_ran(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: a packed batch whose boundaries no layer asked for was computed wrongly.
+
+    Raises:
+        PackingError: no attention module of this backbone used the boundaries.
+    """
+    if kwargs.get("packed_sequences") is not None:
+        _check_attention_ran(module)
+
+
+@torch.compiler.disable
+def _check_attention_ran(module: nn.Module) -> None:
+    state = state_of(module)
+    if state is not None and _attention_calls(state) == state.attention_before:
+        raise PackingError(
+            f"{type(module).__name__} got a packed batch, but none of its layers called fastft's attention, so its "
+            "sequences were not kept apart; patch with packing=False and feed it separate rows"
+        )
+
+
+def _attention_calls(state: ModuleState) -> int:
+    return sum(count for name, count in state.shared.counters.items() if name.startswith("attention"))
+
+
+def _tokens(kwargs: dict[str, Any]) -> Any:
+    ids = kwargs.get("input_ids")
+    return ids if ids is not None else kwargs.get("inputs_embeds")
+
+
+def _find(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]) -> tuple[PackedSequences | None, str]:
+    """The boundaries of this batch, or None with the reason why it goes the stock way."""
+    tokens = _tokens(kwargs)
+    reason = _stock_reason(shared, module, kwargs, tokens)
+    if reason:
+        return None, f"stock, {reason}"
+    batch_size, length = tokens.shape[:2]
+    position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    _check_positions(position_ids, batch_size, length)
+    given, from_collator = kwargs.get("packed_sequences"), kwargs.get("cu_seq_lens_q") is not None
+    if given is None and not from_collator:
+        return _from_positions(shared, module, kwargs, position_ids, tokens)
+    _check_no_padding(shared, mask)
+    packed = given if given is not None else _from_collator(shared, kwargs, batch_size * length)
+    _check_covers(packed, batch_size, length)
+    how = "given by the caller" if given is not None else "boundaries from the collator"
+    return packed.to(tokens.device), f"packed, {how}"
+
+
+def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], tokens: Any) -> str:
+    """Why boundaries are not even looked for; empty if they are."""
+    if tokens is None:
+        return "no tokens given"
+    if shared.config.packing is False:
+        return "packing=False"
+    if kwargs.get("past_key_values") is not None:
+        return "a cache is in use, which holds one sequence a row"
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
+        return "a prepared attention mask"
+    implementation = module.config._attn_implementation
+    if not isinstance(implementation, AttentionName):
+        return f"the attention implementation was set to {implementation!r} after patching"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------- checks
+
+
+def _check_positions(position_ids: torch.Tensor | None, batch_size: int, length: int) -> None:
+    if position_ids is None:
+        return
+    if position_ids.shape[-1] != length:
+        raise PackingError(
+            f"position_ids are for {position_ids.shape[-1]} tokens, the batch has {length} a row; the collator has to "
+            "extend both alike"
+        )
+    if position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch_size):
+        raise PackingError(
+            f"position_ids are for {position_ids.shape[0]} rows, the batch has {batch_size}; give one a row"
+        )
+
+
+def _check_no_padding(shared: ModelState, mask: torch.Tensor | None) -> None:
+    """Boundaries leave no room for padding: every token belongs to a sequence."""
+    if mask is None:
+        return
+    question = ("no padding",)
+    found, _ = shared.packed_cache.lookup(question, mask)
+    if not found and not bool(mask.all()):
+        raise PackingError(
+            "the batch has both boundaries of packed sequences and an attention_mask that hides tokens; leave the mask "
+            "out, and make padding at the end of a row a sequence of its own"
+        )
+    shared.packed_cache.remember(None, question, mask)
+
+
+def _check_covers(packed: Any, batch_size: int, length: int) -> None:
+    if not isinstance(packed, PackedSequences):
+        raise PackingError(f"packed_sequences must be a fastft.PackedSequences, got {type(packed).__name__}")
+    if packed.total_tokens != batch_size * length:
+        raise PackingError(
+            f"packed_sequences cover {packed.total_tokens} tokens, the batch has {batch_size * length}; build them "
+            "from this batch"
+        )
+    boundaries = packed.cu_seqlens_host
+    if batch_size > 1 and boundaries is not None and not set(_row_boundaries(batch_size, length)) <= set(boundaries):
+        raise PackingError(
+            f"a sequence runs from one row of the batch ({batch_size} rows of {length} tokens) into the next; "
+            "packed_sequences needs a boundary at the end of each row"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- boundaries
+
+
+def _from_collator(shared: ModelState, kwargs: dict[str, Any], total_tokens: int) -> PackedSequences:
+    cu_seqlens, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
+    longest = kwargs.get("max_length_q")
+    if longest is None:
+        raise PackingError("cu_seq_lens_q came without max_length_q, the length of the longest sequence; pass both")
+    if keys is not None and keys is not cu_seqlens:
+        on_host = keys.device.type == cu_seqlens.device.type == "cpu"  # elsewhere a comparison would wait
+        if keys.shape != cu_seqlens.shape or (on_host and not torch.equal(keys, cu_seqlens)):
+            raise PackingError(
+                "cu_seq_lens_q and cu_seq_lens_k describe different sequences; in self-attention they are equal"
+            )
+    question = ("boundaries", total_tokens, int(longest), torch.is_inference_mode_enabled())
+    found, packed = shared.packed_cache.lookup(question, cu_seqlens)
+    if not found or packed is None:
+        packed = PackedSequences.from_cu_seqlens(cu_seqlens.reshape(-1), int(longest), total_tokens)
+        shared.packed_cache.remember(packed, question, cu_seqlens)
+    return packed
+
+
+def _from_positions(
+    shared: ModelState,
+    module: nn.Module,
+    kwargs: dict[str, Any],
+    position_ids: torch.Tensor | None,
+    tokens: torch.Tensor,
+) -> tuple[PackedSequences | None, str]:
+    batch_size, length = tokens.shape[:2]
+    mask = kwargs.get("attention_mask")
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.is_floating_point()):
+        return None, "stock, positions of several axes"
+    whole_rows = _serves_whole_rows(module, kwargs)
+    if position_ids is None and not whole_rows:
+        return None, "stock, whole rows outside training"
+    if position_ids is None and mask is None:
+        return PackedSequences.from_lengths([length] * batch_size, tokens.device), "whole rows"
+    if tokens.device.type == "meta":
+        return None, "stock, the meta device has no positions to read"
+    # Boundaries made in inference mode cannot be saved for a backward later.
+    question = ("positions", batch_size, length, whole_rows, torch.is_inference_mode_enabled())
+    found, packed = shared.packed_cache.lookup(question, position_ids, mask)
+    if not found:
+        positions = torch.arange(length, device=tokens.device)[None] if position_ids is None else position_ids
+        packed = PackedSequences.from_position_ids(positions.expand(batch_size, length), mask, whole_rows=whole_rows)
+        shared.packed_cache.remember(packed, question, position_ids, mask)
+    if packed is None:
+        return None, "stock, padded or ambiguous positions"
+    unpacked = packed.cu_seqlens_host == _row_boundaries(batch_size, length)
+    return packed, "whole rows" if unpacked else "packed, positions restart"
+
+
+def _serves_whole_rows(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Unpacked rows are worth serving in training only: elsewhere a caller may want the cache that stock returns, or
+    the attention weights. A family that fastft does not know may draw more into its mask than causality."""
+    state = state_of(module)
+    known = state is not None and state.family is not None
+    recording = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    return known and module.training and not kwargs.get("use_cache") and not recording
+
+
+def _row_boundaries(batch_size: int, length: int) -> tuple[int, ...]:
+    return tuple(range(0, batch_size * length + 1, max(length, 1)))

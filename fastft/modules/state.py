@@ -1,0 +1,75 @@
+"""What fastft keeps on a patched model: one object shared by the model, one attribute on each patched module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..config import PatchConfig
+from ..family_spec import FamilySpec
+from ..packing import PackedSequenceCache
+
+ATTRIBUTE = "_fastft"
+
+# Runs projections of one input: (modules, x) -> (outputs, for each None if fused or the reason why it was not).
+Projector = Callable[[tuple[nn.Module, ...], torch.Tensor], tuple[list[torch.Tensor], list[str | None]]]
+
+
+class OwnConfig(NamedTuple):
+    """A config object that took the place of the one a model came with, and may share with other models."""
+
+    original: Any
+    own: Any
+    at_patching: dict[str, Any]  # the fields of `own` at that time
+
+
+class ModelState:
+    """State of one patched model. Counters tell how often each implementation ran, so that nothing is silently off."""
+
+    def __init__(self, config: PatchConfig) -> None:
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self.packed_cache = PackedSequenceCache()
+        self.projector: Projector | None = None
+        self.configs: list[OwnConfig] = []
+
+
+class ModuleState:
+    """State of one patched module. It follows `deepcopy`; a pickle forgets it, since pickling drops the forwards."""
+
+    __slots__ = ("attention_before", "bound", "family", "kind", "parameter_names", "shared")
+
+    def __init__(
+        self,
+        shared: ModelState,
+        kind: str,
+        family: FamilySpec | None,
+        parameter_names: tuple[str, ...] = (),
+        bound: bool = False,
+    ) -> None:
+        self.shared = shared
+        self.kind = kind  # "backbone", "attention", "mlp", "rms_norm"
+        self.family = family
+        self.parameter_names = parameter_names  # of a backbone's forward, in order
+        self.bound = bound  # whether a forward of fastft was bound onto the module
+        self.attention_before = 0  # of a backbone: attention calls counted when its present forward began
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        return ModuleState(deepcopy(self.shared, memo), self.kind, self.family, self.parameter_names, self.bound)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _forgotten, ()
+
+
+def _forgotten() -> None:
+    """What a pickled state loads as: the module is unpatched."""
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a module, or None if it is not patched."""
+    return module.__dict__.get(ATTRIBUTE)

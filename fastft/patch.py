@@ -1,0 +1,295 @@
+"""`patch_model` and `unpatch_model`: probe, plan, check, bind, record; and the way back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .config import PatchConfig
+from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
+from .modules.state import ATTRIBUTE, ModelState, ModuleState, OwnConfig, state_of
+from .plan import Binding, Plan, Report, make_plan
+from .structure import positional_names
+
+__all__ = ["patch_model", "report", "unpatch_model"]
+
+logger = logging.getLogger("fastft")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def patch_model(model: ModelT, config: PatchConfig | None = None, **options: Any) -> ModelT:
+    """Make a Hugging Face model train faster, in place, without changing what it computes.
+
+    Call it once, before or after PEFT wraps the model, before or after it moves to its device, before or after a
+    trainer is built. A second call with the same options changes nothing; with others it patches anew.
+
+    Args:
+        model: a `PreTrainedModel` or `PeftModel` (or one of these inside DDP or torch.compile).
+        config: what to replace; everything "auto" by default.
+        **options: fields of `PatchConfig` by name, over `config`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: not a Hugging Face model.
+        UnsupportedOptionError: an unknown option, or one named explicitly that cannot be honoured here.
+        PatchConflictError: the model has to be patched anew, and `unpatch_model` refuses.
+    """
+    target = _target(model)
+    if not isinstance(config, PatchConfig | None):
+        raise UnsupportedOptionError(
+            f"config must be a PatchConfig, got {type(config).__name__}; options can be given by name instead: "
+            "patch_model(model, rope=False)"
+        )
+    wanted = (config or PatchConfig()).with_options(options)
+    plan = make_plan(target, wanted, _bound_names(target))
+    if _is_patched_so(target, wanted, plan):
+        return model
+    unpatch_model(target)  # a model that was loaded from a pickle carries leftovers, too
+    _apply(target, wanted, plan)
+    logger.info("%s", Report(type(target).__name__, plan.replaced, plan.skipped, {}).summary())
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Undo `patch_model`: forwards, hooks and configs are what they were. A model that is not patched is left alone.
+
+    What the caller changed in the model's config in the meantime is carried over to the former config object.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: not a Hugging Face model.
+        PatchConflictError: something replaced a forward of fastft after patching, and would go on calling it.
+    """
+    target = _target(model)
+    _refuse_buried_forwards(target)
+    states = _shared_states(target)
+    for module in target.modules():
+        _remove_hooks(module)
+        if ATTRIBUTE in module.__dict__:
+            _unbind(module)
+            del module.__dict__[ATTRIBUTE]
+    _restore_configs(target, [entry for shared in states for entry in shared.configs])
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What fastft replaced in `model`, what it did not and why, and what has run since.
+
+    Returns:
+        A `Report`; print it. For a model that is not patched it says so; one that fastft cannot help at all is
+        reported with the reasons.
+
+    Raises:
+        UnsupportedModelError: not a Hugging Face model.
+    """
+    target = _target(model)
+    states = _shared_states(target)
+    name = type(target).__name__
+    if not states:
+        possible = make_plan(target, PatchConfig(), _bound_names(target), strict=False)
+        return Report(f"{name} (not patched)", (), () if possible.bindings else possible.skipped, {})
+    plan = make_plan(target, states[0].config, _bound_names(target), strict=False)
+    return Report(name, plan.replaced, plan.skipped, sum((shared.counters for shared in states), Counter()))
+
+
+# -------------------------------------------------------------------------------------------------------- target
+
+
+def _target(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside wrappers that own none of its behaviour."""
+    target = model
+    while True:
+        inner = getattr(target, "_orig_mod", None)  # torch.compile
+        if inner is None and isinstance(target, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = target.module
+        if inner is None:
+            break
+        target = inner
+    from transformers import PreTrainedModel
+
+    peft = sys.modules.get("peft")
+    if isinstance(target, PreTrainedModel) or (peft is not None and isinstance(target, peft.PeftModel)):
+        return target
+    raise UnsupportedModelError(
+        f"fastft patches a transformers PreTrainedModel or a PeftModel, not a {type(model).__name__}; "
+        "pass the model itself, not its trainer or a module of your own around it"
+    )
+
+
+def _shared_states(target: nn.Module) -> list[ModelState]:
+    """One, or several if parts of the model were patched on their own, or none."""
+    states = (state_of(module) for module in target.modules())
+    return list(dict.fromkeys(state.shared for state in states if state is not None))
+
+
+def _is_patched_so(target: nn.Module, config: PatchConfig, plan: Plan) -> bool:
+    """Whether patching by this plan would change nothing."""
+    states = _shared_states(target)
+    if len(states) != 1 or states[0].config != config:
+        return False
+    modules = dict(target.named_modules())
+    patched = {fqn for fqn, module in modules.items() if state_of(module) is not None}
+    return patched == {binding.fqn for binding in plan.bindings} and all(
+        _is_bound_so(modules[binding.fqn], binding) for binding in plan.bindings
+    )
+
+
+def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
+    from .modules.attention import AttentionName
+
+    state = state_of(module)
+    if state is None or (state.kind, state.bound) != (binding.kind, binding.bind_forward):
+        return False
+    if binding.bind_forward and "forward" not in module.__dict__:
+        return False
+    # Somebody may have selected another attention since.
+    config: Any = module.config if binding.kind == "backbone" else None
+    return config is None or isinstance(config._attn_implementation, AttentionName)
+
+
+# ---------------------------------------------------------------------------------------------- bound forwards
+
+
+def _forwards() -> dict[str, Callable[..., Any]]:
+    from .modules import attention, mlp, norm
+
+    return {"attention": attention.forward, "mlp": mlp.forward, "rms_norm": norm.forward}
+
+
+def _slot(module: nn.Module) -> str:
+    """Where the module keeps the forward below accelerate's device hooks, which may come after patching."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether the module's forward is fastft's, or the class's own, as a pickle or removed hooks leave it behind."""
+    slot = _slot(module)
+    function = getattr(module.__dict__.get(slot), "__func__", None)
+    idle = slot == "forward" and function is type(module).forward
+    return function is not None and (idle or function in _forwards().values())
+
+
+def _bound_names(target: nn.Module) -> frozenset[str]:
+    """Modules where a forward of fastft is, even if something else lies over it by now."""
+    names = set()
+    for fqn, module in target.named_modules():
+        state = state_of(module)
+        if (state is not None and state.bound) or _is_ours(module):
+            names.add(fqn)
+    return frozenset(names)
+
+
+def _refuse_buried_forwards(target: nn.Module) -> None:
+    for fqn, module in target.named_modules():
+        state = state_of(module)
+        if state is not None and state.bound and "forward" in module.__dict__ and not _is_ours(module):
+            raise PatchConflictError(
+                f"the forward of {fqn} was replaced after patch_model, by something that may call fastft's; undo that "
+                "first, then call this again"
+            )
+
+
+def _unbind(module: nn.Module) -> None:
+    if not _is_ours(module):
+        return
+    if _slot(module) == "forward":
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["_old_forward"] = types.MethodType(type(module).forward, module)
+
+
+# ------------------------------------------------------------------------------------------------- apply and undo
+
+
+def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
+    from .modules import attention, backbone
+
+    shared = ModelState(config)
+    if config.lora is not False:
+        from .integrations.peft import LoRAProjector
+
+        shared.projector = LoRAProjector()
+    modules = dict(target.named_modules())
+    if any(binding.kind == "backbone" for binding in plan.bindings):
+        attention.register()
+        _own_configs(target, shared)
+    attending = {item.fqn for item in plan.replaced if item.op in ("packing", "attention")}
+    for binding in plan.bindings:
+        module = modules[binding.fqn]
+        names: tuple[str, ...] = ()
+        if binding.fqn in attending:
+            _select_attention(module.config)
+        if binding.kind == "backbone":
+            names = positional_names(type(module).forward)
+            module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
+            module.register_forward_hook(backbone.check_attention_ran, with_kwargs=True)
+        module.__dict__[ATTRIBUTE] = ModuleState(shared, binding.kind, binding.family, names, binding.bind_forward)
+        if binding.bind_forward:
+            module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
+
+
+def _own_configs(target: nn.Module, shared: ModelState) -> None:
+    """Gives the model config objects of its own, since other models may have been built from the same ones."""
+    memo: dict[int, Any] = {}
+    for module in target.modules():
+        config = module.__dict__.get("config")
+        if not hasattr(config, "_attn_implementation"):
+            continue
+        own = copy.deepcopy(config, memo)
+        if not any(entry.original is config for entry in shared.configs):
+            shared.configs.append(OwnConfig(config, own, copy.deepcopy(own.__dict__)))
+        module.__dict__["config"] = own
+
+
+def _select_attention(config: Any) -> None:
+    from .modules.attention import AttentionName
+
+    if not isinstance(config._attn_implementation, AttentionName):
+        config._attn_implementation_internal = AttentionName(config._attn_implementation or "eager")
+
+
+def _restore_configs(target: nn.Module, configs: list[OwnConfig]) -> None:
+    former = {id(entry.own): entry.original for entry in configs}
+    for entry in configs:
+        _carry_over(entry, former)
+    for module in target.modules():
+        original = former.get(id(module.__dict__.get("config")))
+        if original is not None:
+            module.__dict__["config"] = original
+
+
+def _carry_over(entry: OwnConfig, former: dict[int, Any]) -> None:
+    """Repeats on the former config what was changed on the one that took its place."""
+    from .modules.attention import AttentionName
+
+    original, own, at_patching = entry
+    for name, value in own.__dict__.items():
+        ours = isinstance(value, AttentionName) or id(value) in former
+        if not ours and (name not in at_patching or at_patching[name] != value):
+            original.__dict__[name] = value
+    for name in at_patching.keys() - own.__dict__.keys():
+        original.__dict__.pop(name, None)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
+    from .modules import backbone
+
+    for hook, hooks, with_kwargs in (
+        (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (backbone.check_attention_ran, module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key in [key for key, value in hooks.items() if value is hook]:
+            del hooks[key]
+            with_kwargs.pop(key, None)

@@ -1,0 +1,305 @@
+"""What becomes of each module of a model, and the report of it.
+
+A plan is made by looking, without changing anything. An option that was named explicitly and cannot be honoured
+raises here, before the model is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import structure
+from .capability import probe
+from .config import PatchConfig
+from .errors import UnsupportedOptionError
+from .families import role_of
+from .family_spec import FamilySpec
+from .ops import attention as attention_op
+from .ops import rms_norm as rms_norm_op
+from .ops import rope as rope_op
+from .ops.selection import AUTO, Choice, select
+
+# What the forward bound onto a module of each kind computes.
+_OPS_OF_FORWARD = {"attention": ("rope", "lora"), "mlp": ("lora",), "rms_norm": ("rms_norm",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """An op of a module that fastft computes: where, with what, and why."""
+
+    fqn: str
+    op: str
+    impl: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An op of a module that stays stock, and why."""
+
+    fqn: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A module that will carry fastft's state, and the forward to bind onto it if any."""
+
+    fqn: str
+    kind: str  # "backbone", "attention", "mlp", "rms_norm"
+    family: FamilySpec | None
+    bind_forward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `patch_model` will do to a model."""
+
+    bindings: tuple[Binding, ...]
+    replaced: tuple[Replacement, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def make_plan(
+    model: nn.Module, config: PatchConfig, already_bound: frozenset[str] = frozenset(), *, strict: bool = True
+) -> Plan:
+    """Looks at every module of `model` and decides.
+
+    Args:
+        model: the model, unwrapped.
+        config: what was asked for.
+        already_bound: names of modules whose instance forward is fastft's own.
+        strict: raise for what was named explicitly and cannot be honoured; a report notes it instead.
+
+    Raises:
+        UnsupportedOptionError: an option named explicitly that a module cannot honour.
+    """
+    planner = _Planner(model, config, strict)
+    for fqn, module in model.named_modules():
+        planner.visit(fqn, module, taken="forward" in module.__dict__ and fqn not in already_bound)
+    planner.finish()
+    return Plan(tuple(planner.bindings), tuple(planner.replaced), tuple(planner.skipped))
+
+
+class _Planner:
+    """Gathers the decisions over the modules of one model."""
+
+    def __init__(self, model: nn.Module, config: PatchConfig, strict: bool) -> None:
+        self.name = type(structure.pretrained_model(model) or model).__name__
+        self.config = config
+        self.strict = strict
+        self.bindings: list[Binding] = []
+        self.replaced: list[Replacement] = []
+        self.skipped: list[Skipped] = []
+        self.backbones = _backbones(model, config)  # name -> (family, why it is not packed)
+        self.interface_attention = {  # modules below packed backbones that ask transformers' AttentionInterface
+            f"{fqn}.{inner}".strip(".")
+            for fqn, (_, problem) in self.backbones.items()
+            if not problem
+            for inner in structure.interface_attention(model.get_submodule(fqn))
+        }
+
+    def visit(self, fqn: str, module: nn.Module, taken: bool) -> None:
+        if fqn in self.backbones:
+            self._backbone(fqn)
+        role = role_of(type(module))
+        if role is not None and role.kind != "backbone":
+            self._known(fqn, module, role.kind, role.family, taken)
+        elif fqn in self.interface_attention:
+            self._replace(fqn, "attention", module, None)
+            self.bindings.append(Binding(fqn, "attention", None, False))
+
+    def finish(self) -> None:
+        """Accounts for the ops that no module has, and refuses what was named explicitly and left out."""
+        seen = {item.op for item in self.replaced} | {item.op for item in self.skipped}
+        for op in ("packing", "attention", "rope", "rms_norm", "lora"):
+            if op not in seen:
+                off = getattr(self.config, op) is False
+                self._skip("", op, f"{op}=False" if off else f"{self.name} belongs to no family that fastft knows")
+        for left in self.skipped if self.strict else ():
+            requested = getattr(self.config, left.op)
+            if requested not in (AUTO, False):
+                where = f" for {left.fqn}" if left.fqn else ""
+                raise UnsupportedOptionError(
+                    f"{left.op}={requested!r} cannot be honoured{where}: {left.reason}; "
+                    f"use {left.op}='auto' or {left.op}=False"
+                )
+
+    def _backbone(self, fqn: str) -> None:
+        family, problem = self.backbones[fqn]
+        if problem:
+            self._skip(fqn, "packing", problem)
+            if family is None:
+                self._skip(fqn, "attention", problem)
+            return
+        reason = "boundaries from the collator, from positions that restart, or given"
+        self.replaced.append(Replacement(fqn, "packing", "varlen", reason))
+        self.bindings.append(Binding(fqn, "backbone", family, False))
+
+    def _known(self, fqn: str, module: nn.Module, kind: str, family: FamilySpec, taken: bool) -> None:
+        before = len(self.replaced)
+        if kind == "attention":
+            self._decide(fqn, "attention", module, family, self._why_no_attention(fqn))
+        through_registry = len(self.replaced) - before
+        problem = structure.why_not_bindable(module, kind, family)
+        if taken:
+            problem = "something else replaced this module's forward already (accelerate's device hooks do)"
+        for op in _OPS_OF_FORWARD[kind]:
+            self._decide(fqn, op, module, family, problem)
+        bound = len(self.replaced) - before - through_registry
+        if bound or through_registry:
+            self.bindings.append(Binding(fqn, kind, family, bool(bound)))
+
+    def _why_no_attention(self, fqn: str) -> str:
+        """Attention asks the registry whatever the module's forward is, but only a packed backbone feeds it."""
+        above = [name for name in self.backbones if not name or fqn.startswith(f"{name}.")]
+        if not above:
+            return "not below a backbone that fastft packs"
+        return self.backbones[max(above, key=len)][1]
+
+    def _decide(self, fqn: str, op: str, module: nn.Module, family: FamilySpec, problem: str) -> None:
+        if getattr(self.config, op) is False:
+            self._skip(fqn, op, f"{op}=False")
+        elif problem:
+            self._skip(fqn, op, problem)
+        else:
+            self._replace(fqn, op, module, family)
+
+    def _replace(self, fqn: str, op: str, module: nn.Module, family: FamilySpec | None) -> None:
+        requested = getattr(self.config, op)
+        try:
+            choice = _choose(op, requested, module)
+        except UnsupportedOptionError as error:
+            if self.strict:
+                raise
+            choice = Choice(requested, f"raises when it runs: {error}")
+        reason = (
+            choice.reason if family else f"through transformers' AttentionInterface, family unknown; {choice.reason}"
+        )
+        self.replaced.append(Replacement(fqn, op, choice.impl, reason))
+
+    def _skip(self, fqn: str, op: str, reason: str) -> None:
+        self.skipped.append(Skipped(fqn, op, reason))
+
+
+def _backbones(model: nn.Module, config: PatchConfig) -> dict[str, tuple[FamilySpec | None, str]]:
+    """The backbones of a model by name, each with its family and the reason why it is not packed ("" if it is)."""
+    found: dict[str, tuple[FamilySpec | None, str]] = {}
+    for fqn, module in model.named_modules():
+        role = role_of(type(module))
+        if role is not None and role.kind == "backbone":
+            problem = "" if _is_as_shipped(module, role.family) else structure.why_not_packable(module)
+            found[fqn] = (role.family, _why_not_packed(module, config, problem))
+    decoder = None if found else structure.find_decoder(model)
+    if decoder is not None:
+        fqn, module = decoder
+        whole = structure.pretrained_model(model)
+        if getattr(getattr(whole, "config", None), "is_encoder_decoder", False):
+            problem = "encoder-decoder models are not packed"
+        else:
+            problem = structure.why_not_packable(module)
+        found[fqn] = (None, _why_not_packed(module, config, problem))
+    return found
+
+
+def _is_as_shipped(backbone: Any, family: FamilySpec) -> bool:
+    """Whether each layer of a known backbone has the family's own attention, not one that somebody put in its place."""
+    roles = [role_of(type(module)) for module in backbone.modules()]
+    own = sum(role is not None and role.kind == "attention" and role.family is family for role in roles)
+    return own == len(backbone.layers)
+
+
+def _why_not_packed(backbone: Any, config: PatchConfig, problem: str) -> str:
+    if config.packing is False:
+        return "packing=False"
+    name = getattr(backbone.config, "_attn_implementation", None)
+    if name == "fastft" and type(name) is str:
+        return (
+            'the model was loaded with attn_implementation="fastft", which leaves no implementation for batches that '
+            "are not packed; load it with another one or none"
+        )
+    return problem
+
+
+def _choose(op: str, requested: str, module: nn.Module) -> Choice:
+    """The implementation `op` gets on the device where the module is now, with its reason."""
+    weight = next(module.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    dtype = weight.dtype if weight is not None and weight.dtype.is_floating_point else torch.bfloat16
+    if op == "lora":
+        if requested not in (AUTO, "fused"):
+            raise UnsupportedOptionError(f"lora: unknown implementation {requested!r}; choose 'auto', 'fused' or False")
+        reason = "for each adapter whose forward it computes exactly, PEFT's own otherwise; asked at each call"
+        return Choice("fused", reason)
+    if device.type == "meta":
+        return Choice(requested, "decided when the weights have a device")
+    capability = probe(device)
+    if op == "rms_norm":
+        size = weight.shape[-1] if weight is not None else 0
+        return select(op, requested, rms_norm_op.verdicts(capability, dtype, hidden_size=size, weight_dtype=dtype))
+    if op == "rope":
+        return select(op, requested, rope_op.verdicts(capability, dtype))
+    # Trainers run fp32 weights under bf16 autocast: what is asked for has to be possible in one of the two.
+    if requested != AUTO and dtype == torch.float32:
+        dtype = torch.bfloat16
+    return select(op, requested, attention_op.verdicts(capability, dtype, getattr(module, "head_dim", 64)))
+
+
+# -------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What fastft replaced in a model, what it left alone and why, and how often each part has run since.
+
+    Attributes:
+        model: class name of the model.
+        replaced: what fastft computes, on the devices where the modules are now.
+        skipped: what stays stock.
+        counters: launches by op, and batches by the way they went.
+    """
+
+    model: str
+    replaced: tuple[Replacement, ...]
+    skipped: tuple[Skipped, ...]
+    counters: Mapping[str, int]
+
+    def summary(self) -> str:
+        """One line: how much of the model was replaced."""
+        counts = ", ".join(f"{op} x{count} ({impl})" for (op, impl), count in _count(self.replaced).items())
+        left = ", ".join(sorted({item.op for item in self.skipped}))
+        return f"fastft: {self.model}: replaced {counts or 'nothing'}" + (f"; not replaced: {left}" if left else "")
+
+    def rows(self) -> Iterator[tuple[str, str, str, int, str]]:
+        """(op, "replaced" or "skipped", implementation, modules, reason), equal ones gathered in one row."""
+        gathered: dict[tuple[str, str, str, str], int] = {}
+        for item in self.replaced:
+            key = (item.op, "replaced", item.impl, item.reason)
+            gathered[key] = gathered.get(key, 0) + 1
+        for left in self.skipped:
+            key = (left.op, "skipped", "stock", left.reason)
+            gathered[key] = gathered.get(key, 0) + 1
+        for (op, what, impl, reason), count in gathered.items():
+            yield op, what, impl, count, reason
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for op, what, impl, count, reason in self.rows():
+            lines.append(f"  {op:<10} {what:<8} {impl:<10} x{count:<4} {reason}")
+        lines.append(
+            "  since then: " + (", ".join(f"{k} {v}" for k, v in sorted(self.counters.items())) or "not run yet")
+        )
+        return "\n".join(lines)
+
+
+def _count(replaced: tuple[Replacement, ...]) -> dict[tuple[str, str], int]:
+    counts: dict[tuple[str, str], int] = {}
+    for item in replaced:
+        counts[item.op, item.impl] = counts.get((item.op, item.impl), 0) + 1
+    return counts

@@ -1,0 +1,171 @@
+"""What the code of a model says about itself: enough to tell where fastft may step in for a family it has no file for.
+
+Only classes and their compiled code are looked at; nothing is run and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from .family_spec import FamilySpec
+
+# What the bound attention forward passes on or handles itself; another parameter would be dropped silently.
+_ATTENTION_PARAMETERS = {
+    "self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cache_position", "kwargs",
+}  # fmt: skip
+
+# What the bound forwards read from a module.
+_NEEDED_ATTRIBUTES = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "attention_dropout", "config"),
+    "mlp": ("gate_proj", "up_proj", "down_proj", "act_fn"),
+}
+
+# Further rules of who sees whom, which a packed batch would lose.
+_MASK_RULES = ("create_chunked_causal_mask", "or_mask_function", "and_mask_function", "block_sequence_ids")
+
+# Layers that carry something from one token to the next on a way of their own.
+_MIXERS = ("mamba", "ssm", "linear_attn", "recurrent", "conv", "indexer", "delta")
+
+
+def pretrained_model(model: nn.Module) -> nn.Module | None:
+    """The outermost transformers model in `model` (PEFT puts modules of its own around it)."""
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def find_decoder(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The name and module that turns tokens into hidden states, as transformers' own look-up finds it."""
+    owner: Any = pretrained_model(model)
+    if owner is None:
+        return None
+    base = owner.base_model
+    candidates = [base.get_decoder() if hasattr(base, "get_decoder") else base, base, owner]
+    decoder = next(module for module in candidates if isinstance(module, nn.Module) and hasattr(module, "config"))
+    return next((fqn, module) for fqn, module in model.named_modules() if module is decoder)
+
+
+def interface_attention(backbone: nn.Module) -> dict[str, nn.Module]:
+    """Modules below `backbone` that take their attention from transformers' AttentionInterface, by name."""
+    return {
+        fqn: module
+        for fqn, module in backbone.named_modules()
+        if "ALL_ATTENTION_FUNCTIONS" in _words(type(module).forward)
+        and hasattr(getattr(module, "config", None), "_attn_implementation")
+    }
+
+
+def why_not_packable(backbone: nn.Module) -> str:
+    """Why batches of several sequences cannot be kept apart in a backbone that no family file names; "" if they can.
+
+    Its masks must be transformers' causal ones, each of its layers must take its attention from the AttentionInterface,
+    and keyword arguments must reach them: that is how the boundaries travel.
+    """
+    name, config = type(backbone).__name__, backbone.config
+    words = _words(type(backbone).forward)
+    attention = interface_attention(backbone)
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder models are not packed"
+    if not attention:
+        return f"{name} does not take its attention from transformers' AttentionInterface"
+    if not all(getattr(module, "is_causal", None) is True for module in attention.values()):
+        return f"not all attention in {name} is causal self-attention"
+    if not any(word.startswith("create_") and word.endswith("causal_mask") for word in words):
+        return f"{name}.forward does not make its mask with transformers' create_causal_mask"
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    optional = "use_bidirectional_attention" in words and not bidirectional  # Gemma3: the rule is for that case only
+    if any(rule in words for rule in _MASK_RULES) and not optional:
+        return f"the masks of {name} have further rules, which a packed batch would lose"
+    windowed = "create_sliding_window_causal_mask" in words
+    for module in attention.values():
+        heard = _words(type(module).forward)
+        if windowed and "sliding_window" not in heard:
+            return f"{type(module).__name__} does not tell its attention the sliding window"
+        if any("kv_shared" in word or "shared_kv" in word for word in heard):
+            return f"layers of {name} share keys and values"
+    return _why_not_reached(backbone, attention) or _other_mixer(backbone, attention)
+
+
+def why_not_bindable(module: nn.Module, kind: str, family: FamilySpec) -> str:
+    """Why fastft's forward may not be bound onto a module of a known class; "" if it may."""
+    name = type(module).__name__
+    if kind == "attention":
+        unknown = set(inspect.signature(type(module).forward).parameters) - _ATTENTION_PARAMETERS
+        if unknown:
+            return f"this transformers version passes {min(unknown)!r} to {name}, which fastft does not know"
+    if kind == "rms_norm" and getattr(module, "weight", None) is None:
+        return "the norm has no weight of its own"
+    needed = (family.rms_norm_eps,) if kind == "rms_norm" else _NEEDED_ATTRIBUTES[kind]
+    if kind == "attention" and family.qk_norm:
+        needed = (*needed, "q_norm", "k_norm")
+    missing = next((attribute for attribute in needed if not hasattr(module, attribute)), None)
+    return f"this {name} has no {missing}, another library may have changed it" if missing else ""
+
+
+def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters that a method takes by position, in order and without self."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
+
+
+def _why_not_reached(backbone: nn.Module, attention: dict[str, nn.Module]) -> str:
+    """Names the first module on the way from the backbone to its attention that hands no keyword arguments on."""
+    for fqn in attention:
+        path = fqn.split(".") if fqn else []
+        for depth in range(len(path) + 1):
+            module = backbone.get_submodule(".".join(path[:depth]))
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _uses_keywords(type(module).forward):
+                return f"{type(module).__name__}.forward hands no keyword arguments on to its attention"
+    return ""
+
+
+def _other_mixer(backbone: nn.Module, attention: dict[str, nn.Module]) -> str:
+    """Names what mixes tokens besides attention, or a layer that has no attention."""
+    for fqn, module in backbone.named_modules():
+        last = fqn.rsplit(".", 1)[-1].lower()
+        # GPT-2's "Conv1D" is a linear layer: names and nn.Conv1d count, class names do not.
+        if isinstance(module, (nn.Conv1d, nn.RNNBase)) or any(mixer in last for mixer in _MIXERS):
+            return f"{fqn} ({type(module).__name__}) mixes tokens besides attention, across the sequences of a row"
+    for stack in {fqn.split(".", 1)[0] for fqn in attention}:
+        layers = backbone.get_submodule(stack)
+        if not isinstance(layers, nn.ModuleList):
+            continue
+        for index, layer in enumerate(layers):
+            if not any(fqn.startswith(f"{stack}.{index}.") for fqn in attention):
+                return f"{stack}.{index} ({type(layer).__name__}) has no attention of transformers' AttentionInterface"
+    return ""
+
+
+def _uses_keywords(function: Callable[..., Any]) -> bool:
+    """Whether a function takes any keyword argument, and its code reads what it took."""
+    function = inspect.unwrap(function)
+    kinds = {parameter.kind: name for name, parameter in inspect.signature(function).parameters.items()}
+    keywords = kinds.get(inspect.Parameter.VAR_KEYWORD)
+    if keywords is None:
+        return False
+    # Newer Pythons load two variables by one instruction.
+    read = (i.argval for i in dis.get_instructions(function) if i.opname.startswith("LOAD_"))
+    return any(keywords in value if isinstance(value, tuple) else keywords == value for value in read)
+
+
+def _words(function: Callable[..., Any]) -> frozenset[str]:
+    """Every name and string in the compiled code of a function, below its decorators."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return frozenset() if code is None else frozenset(_words_of_code(code))
+
+
+def _words_of_code(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words_of_code(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):  # the keywords of a call
+            yield from (word for word in constant if isinstance(word, str))

@@ -1,0 +1,39 @@
+"""Shared fixtures. Without a GPU the Triton kernels run in the interpreter; it has to be chosen before triton loads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+@pytest.fixture(params=[pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device a test runs on: the CPU by default, the GPU under `pytest -m gpu`."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills every uninitialised allocation with NaN, so that an element nobody wrote is found."""
+
+    def poison(function):
+        def wrapper(*args, **kwargs):
+            tensor = function(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.device.type != "meta" else tensor
+
+        return wrapper
+
+    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]:
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)

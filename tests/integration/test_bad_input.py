@@ -1,0 +1,179 @@
+"""Batches that contradict themselves: an error that says what and why, never another computation than asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from packed_cases import LENGTHS, counters, differences, evaluate, inputs, packed_forwards, pair, separately
+from tiny_models import packed_batch
+
+from fastft import PackedSequences
+from fastft.errors import PackingError
+
+T = sum(LENGTHS)
+
+
+def boundaries(*values, longest=None):
+    cu_seqlens = torch.tensor(values, dtype=torch.int32)
+    longest = max((b - a for a, b in itertools.pairwise(values)), default=0) if longest is None else longest
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
+
+
+def refuse(match, **batch):
+    stock, model = pair("llama")
+    with pytest.raises(ValueError, match=match) as caught:
+        model(**batch)
+    assert isinstance(caught.value, PackingError)
+    good = inputs(LENGTHS, "position_ids")  # a refused batch leaves nothing behind
+    assert differences(evaluate(model, good, LENGTHS), separately(stock, good, LENGTHS)) == []
+
+
+IDS = packed_batch(LENGTHS)["input_ids"]
+
+
+@pytest.mark.parametrize("more", [1, 5, -3])
+def test_positions_of_another_length_name_both(more):
+    positions = torch.arange(T + more)[None]
+    refuse(rf"{T + more} tokens.*{T} a row", input_ids=IDS, position_ids=positions)
+    refuse(rf"{T + more} tokens.*{T} a row", input_ids=IDS, position_ids=positions, attention_mask=torch.ones_like(IDS))
+
+
+def test_positions_of_another_number_of_rows():
+    refuse("2 rows, the batch has 1", input_ids=IDS, position_ids=torch.arange(T).repeat(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        (boundaries(0, 5, T - 1), f"{T - 1}"),
+        (boundaries(0, 5, T + 4), f"{T + 4}"),
+        (boundaries(1, 5, T), "from 1"),
+        (boundaries(0, 9, 5, T), "decrease"),
+        (boundaries(0, 5, T, longest=7), "29 tokens, more than"),
+        (boundaries(0, 5, T) | {"max_length_q": None}, "without max_length_q"),
+        (boundaries(0, 5, T) | {"cu_seq_lens_k": torch.tensor([0, 6, T])}, "different sequences"),
+        (boundaries(0, 5, T) | {"cu_seq_lens_k": torch.tensor([0, T])}, "different sequences"),
+        (boundaries(0, 5, T) | {"cu_seq_lens_q": torch.tensor([0.0, 5.0, T])}, "."),
+    ],
+)
+def test_boundaries_that_do_not_fit(kwargs, match):
+    refuse(match, input_ids=IDS, **kwargs)
+
+
+def test_boundaries_and_padding():
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    refuse("hides tokens", input_ids=IDS, attention_mask=mask, **boundaries(0, 5, T))
+    refuse(
+        "hides tokens", input_ids=IDS, attention_mask=mask, packed_sequences=PackedSequences.from_lengths([T], "cpu")
+    )
+
+
+def test_sequences_of_another_batch():
+    refuse(
+        f"cover {T - 1} tokens, the batch has {T}",
+        input_ids=IDS,
+        packed_sequences=PackedSequences.from_lengths([T - 1], "cpu"),
+    )
+    refuse("got list", input_ids=IDS, packed_sequences=[0, T])
+    two_rows = {"input_ids": IDS.repeat(2, 1), "position_ids": packed_batch(LENGTHS)["position_ids"]}
+    refuse("from one row", **two_rows, packed_sequences=PackedSequences.from_lengths([5, T, T - 5], "cpu"))
+    refuse("from one row", **two_rows, **boundaries(0, 5, 2 * T))
+
+
+def test_sequences_that_cannot_be_honoured_are_not_dropped():
+    given = PackedSequences.from_lengths(LENGTHS, "cpu")
+    stock, model = pair("llama")
+    cache = stock(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(PackingError, match="cache"):
+        model(input_ids=IDS, packed_sequences=given, past_key_values=cache)
+    with pytest.raises(PackingError, match="prepared attention mask"):
+        model(input_ids=IDS, packed_sequences=given, attention_mask=torch.ones(1, 1, T, T, dtype=torch.bool))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(PackingError, match="sdpa"):
+        model(input_ids=IDS, packed_sequences=given)
+
+
+def test_empty_documents_count_for_nothing():
+    stock, model = pair("llama")
+    first, second, third = LENGTHS[0], sum(LENGTHS[:2]), sum(LENGTHS[:3])
+    fourth = sum(LENGTHS[:4])
+    batch = {"input_ids": IDS, **boundaries(0, 0, first, first, first, second, third, fourth, T, T)}
+    assert differences(evaluate(model, batch, LENGTHS), separately(stock, batch, LENGTHS)) == []
+
+
+def test_max_length_may_be_an_upper_bound():
+    stock, model = pair("mistral")
+    batch = inputs(LENGTHS, "cu_seq_lens") | {"max_length_q": 1000, "max_length_k": torch.tensor(1000)}
+    assert differences(evaluate(model, batch, LENGTHS), separately(stock, batch, LENGTHS)) == []
+
+
+def test_host_boundaries_follow_the_tokens_to_their_device():
+    """The meta device stands in for a GPU: what the layers get has to be there, and nothing may read from it."""
+    _, model = pair("llama")
+    (hook,) = model.model._forward_pre_hooks.values()
+    ids = IDS.to("meta")
+    for extra, num_sequences in ((boundaries(0, 5, 14, T), 3), ({}, 1)):
+        _, announced = hook(model.model, (), {"input_ids": ids, **extra})
+        packed = announced["packed_sequences"]
+        assert packed.cu_seqlens.device.type == "meta" and packed.num_sequences == num_sequences
+        assert announced["attention_mask"].device == announced["position_ids"].device == ids.device
+        assert announced["position_ids"].shape == ids.shape
+    assert hook(model.model, (), {"input_ids": ids, "position_ids": torch.zeros_like(ids)}) is None
+
+
+def test_strided_inputs():
+    stock, model = pair("qwen3")
+    batch = inputs(LENGTHS, "position_ids")
+    wide = {name: torch.stack([value, value + 1], dim=-1)[..., 0] for name, value in batch.items()}
+    assert not any(value.is_contiguous() for value in wide.values())
+    expected = separately(stock, batch, LENGTHS)
+    assert differences(evaluate(model, wide, LENGTHS), expected) == []
+    assert differences(evaluate(model, {**wide, "position_ids": batch["position_ids"].int()}, LENGTHS), expected) == []
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().repeat_interleave(2, dim=2)[..., ::2]
+    logits = model(inputs_embeds=embedded, position_ids=batch["position_ids"]).logits
+    torch.testing.assert_close(logits, expected["logits"], rtol=2e-5, atol=1e-5)
+    assert packed_forwards(model) == 3
+
+
+def test_one_row_of_positions_for_several_rows_of_tokens():
+    stock, model = pair("llama")
+    batch = inputs(LENGTHS, "position_ids", rows=2)
+    batch["position_ids"] = batch["position_ids"][:1]
+    assert differences(evaluate(model, batch, LENGTHS), separately(stock, batch, LENGTHS)) == []
+    assert packed_forwards(model) == 1
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1]])
+def test_rows_without_a_token_are_as_stock(rows):
+    stock, model = pair("llama")
+    ids = packed_batch([12])["input_ids"].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[rows] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    got, expected = (
+        each(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=11) for each in (model, stock)
+    )
+    assert torch.equal(got.logits, expected.logits) and torch.equal(got.loss, expected.loss)
+    got.loss.backward(), expected.loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert torch.isfinite(ours.grad).all(), name
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def test_a_batch_of_no_tokens():
+    _, model = pair("llama")
+    for batch in (
+        {"input_ids": torch.zeros(1, 0, dtype=torch.long)},
+        {"input_ids": torch.zeros(1, 0, dtype=torch.long), **boundaries(0)},
+        {
+            "input_ids": torch.zeros(1, 0, dtype=torch.long),
+            "packed_sequences": PackedSequences.from_lengths([0], "cpu"),
+        },
+    ):
+        logits = model(**batch).logits
+        assert logits.shape == (1, 0, 97)
+        logits.sum().backward()
+    assert counters(model)["attention"] == 6
