@@ -14,41 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from described_devices import DESCRIBED, GIB, H100, INSTALLED
 
 import fastft.capability as capability_module
 from fastft import environment
 from fastft.capability import DeviceFacts, GPUCapability, SoftwareFacts, Verdict, assess, probe
 from fastft.environment import device_facts, is_installed, read_software
 from fastft.errors import UnsupportedOptionError
-from fastft.ops.attention import verdicts as attention_verdicts
-from fastft.ops.rms_norm.api import verdicts as rms_norm_verdicts
-from fastft.ops.rope.api import verdicts as rope_verdicts
-from fastft.ops.selection import select
 
-GIB = 1024**3
 ROOT = Path(capability_module.__file__).parents[1]
-INSTALLED = SoftwareFacts(torch_version="2.13.0", triton_version="3.9.0")
-INTERPRETED = dataclasses.replace(INSTALLED, triton_interpreter=True)
-
-H100 = DeviceFacts("cuda", name="H100 80GB", arch=(9, 0), sm_count=132, total_memory=80 * GIB)
-DEVICES = {
-    "T4": DeviceFacts("cuda", name="T4", arch=(7, 5), sm_count=40, total_memory=15 * GIB),
-    "RTX 2080": DeviceFacts("cuda", name="RTX 2080", arch=(7, 5), sm_count=46, total_memory=8 * GIB),
-    "A100": DeviceFacts("cuda", name="A100", arch=(8, 0), sm_count=108, total_memory=40 * GIB),
-    "RTX 4090 laptop": DeviceFacts("cuda", name="RTX 4090 Laptop", arch=(8, 9), sm_count=76, total_memory=16 * GIB),
-    "H100": H100,
-    "H100 MIG slice": dataclasses.replace(H100, name="H100 80GB MIG 1g.10gb", sm_count=16, total_memory=10 * GIB),
-    "H200": DeviceFacts("cuda", name="H200", arch=(9, 0), sm_count=132, total_memory=141 * GIB),
-    "B200": DeviceFacts("cuda", name="B200", arch=(10, 0), sm_count=148, total_memory=180 * GIB),
-    "DGX Spark": DeviceFacts("cuda", name="GB10", arch=(12, 1), sm_count=48, unified_memory=True),
-    "MI300": DeviceFacts("hip", name="MI300X", gcn_arch="gfx942", sm_count=304, warp_size=64),
-    "GTX 1070": DeviceFacts("cuda", name="GTX 1070", arch=(6, 1), sm_count=15, total_memory=8 * GIB),
-    "CPU": DeviceFacts("cpu"),
-}
-DESCRIBED = {
-    **{name: assess(facts, INSTALLED) for name, facts in DEVICES.items()},
-    "CPU interpreted": assess(DEVICES["CPU"], INTERPRETED),
-}
 
 #                    triton, dots, fp16, bf16, fp8, tma, unified, fa2
 EXPECTED = {
@@ -158,78 +132,6 @@ def test_torch_build_without_kernels_for_the_gpu_is_told() -> None:
 def test_missing_software_turns_a_yes_into_a_no(change: dict, row: str) -> None:
     assert DESCRIBED["H200"].verdicts()[row]
     assert not assess(H100, dataclasses.replace(INSTALLED, **change)).verdicts()[row]
-
-
-# ------------------------------------------------------------------------------------------------ the plan
-
-# What "auto" takes for a model in the dtype one would choose there, and in bf16 where that is another.
-PLANS = [
-    # device, dtype, rms_norm, rope, attention
-    ("T4", torch.float16, "triton", "triton", "sdpa"),
-    ("T4", torch.bfloat16, "reference", "reference", "sdpa"),
-    ("RTX 2080", torch.float16, "triton", "triton", "sdpa"),
-    ("RTX 2080", torch.bfloat16, "reference", "reference", "sdpa"),
-    ("A100", torch.float16, "triton", "triton", "fa2"),
-    ("A100", torch.bfloat16, "triton", "triton", "fa2"),
-    ("A100", torch.float32, "triton", "triton", "sdpa"),
-    ("RTX 4090 laptop", torch.bfloat16, "triton", "triton", "fa2"),
-    ("H100", torch.bfloat16, "triton", "triton", "fa2"),
-    ("H100 MIG slice", torch.bfloat16, "triton", "triton", "fa2"),
-    ("H200", torch.bfloat16, "triton", "triton", "fa2"),
-    ("H200", torch.float32, "triton", "triton", "sdpa"),
-    ("B200", torch.bfloat16, "triton", "triton", "fa2"),
-    ("DGX Spark", torch.bfloat16, "triton", "triton", "fa2"),
-    ("MI300", torch.bfloat16, "reference", "reference", "sdpa"),
-    ("GTX 1070", torch.float16, "reference", "reference", "sdpa"),
-    ("GTX 1070", torch.bfloat16, "reference", "reference", "sdpa"),
-    ("CPU", torch.bfloat16, "reference", "reference", "sdpa"),
-    ("CPU", torch.float32, "reference", "reference", "sdpa"),
-    ("CPU interpreted", torch.bfloat16, "reference", "reference", "sdpa"),  # the interpreter: only by name
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "norm", "rope", "attention"), PLANS, ids=lambda value: str(value).removeprefix("torch.")
-)
-def test_plan_of_a_described_device(name: str, dtype: torch.dtype, norm: str, rope: str, attention: str) -> None:
-    capability = DESCRIBED[name]
-    verdicts = {
-        "rms_norm": rms_norm_verdicts(capability, dtype, hidden_size=4096, weight_dtype=dtype),
-        "rope": rope_verdicts(capability, dtype),
-        "attention": attention_verdicts(capability, dtype, 128),
-    }
-    choices = {op: select(op, "auto", found) for op, found in verdicts.items()}
-    expected = {"rms_norm": norm, "rope": rope, "attention": attention}
-    assert {op: choice.impl for op, choice in choices.items()} == expected
-    assert all(choice.reason for choice in choices.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "dropout", "words"),
-    [
-        ("H200", 256, True, ""),
-        ("A100", 200, True, ""),
-        ("H200", 257, False, "up to 256, this one is 257"),
-        ("RTX 4090 laptop", 192, True, ""),
-        ("RTX 4090 laptop", 256, False, ""),
-        ("RTX 4090 laptop", 256, True, "no backward for head dimension 256 on sm89"),
-        ("RTX 4090 laptop", 200, False, "no backward for head dimension 200 on sm89"),
-        ("DGX Spark", 200, False, "no backward for head dimension 200 on sm121"),
-    ],
-)
-def test_fa2_refuses_head_dimensions_that_it_cannot_train(name: str, head_dim: int, dropout: bool, words: str) -> None:
-    verdict = attention_verdicts(DESCRIBED[name], torch.bfloat16, head_dim, dropout)["fa2"]
-    assert bool(verdict) == (not words)
-    assert words in verdict.reason
-
-
-def test_skipping_fa2_is_explained() -> None:
-    def reason(name: str, dtype: torch.dtype) -> str:
-        return select("attention", "auto", attention_verdicts(DESCRIBED[name], dtype, 128)).reason
-
-    assert "not fa2: PyTorch's own FlashAttention-2: needs sm80, this is sm75" in reason("T4", torch.float16)
-    assert "fp16 and bf16 only, the tensors are torch.float32" in reason("H200", torch.float32)
-    assert "not run on ROCm yet" in reason("MI300", torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------ the record
