@@ -235,7 +235,7 @@ def test_passes_over_the_output(biased):
     assert {"aten::mul", "aten::add"} <= set(passes(lambda: step(reference.lora_linear), 128 * 80))
 
 
-def test_saves_no_copy_of_x_or_weight():
+def test_saves_no_copy_of_x_and_no_parameter():
     tensors = {name: tensor.requires_grad_(name != "weight") for name, tensor in make((2, 64)).items()}
     saved = []
     with (
@@ -243,11 +243,10 @@ def test_saves_no_copy_of_x_or_weight():
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor),
     ):
         fused(*tensors.values(), SCALING)
-    owners = {tensors[name].untyped_storage().data_ptr() for name in ("x", "weight")}
-    fresh = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in owners]
-    assert len(saved) == 5
-    assert {tuple(tensor.shape) for tensor in fresh} == {(RANK, K), (N, RANK), (128, RANK)}
-    assert all(tensor.dtype == torch.bfloat16 for tensor in fresh)
+    x = tensors["x"].untyped_storage().data_ptr()
+    fresh = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() != x]
+    assert len(saved) == 2
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in fresh] == [((128, RANK), torch.bfloat16)]
 
 
 def test_saves_nothing_it_does_not_need():

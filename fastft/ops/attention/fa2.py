@@ -125,17 +125,19 @@ class _FlashAttnVarlen(torch.autograd.Function):
         out, lse, rng_state, unused = _forward_operator(
             q, k, v, cu_seqlens, max_seqlen, dropout, causal, softmax_scale, window_left, window_right
         )
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, rng_state, unused)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.cu_seqlens = cu_seqlens  # PackedSequences owns it, and never writes it
         ctx.before_rng = (max_seqlen, dropout, causal)
+        ctx.rng = (rng_state, unused)  # of the first forward; a recompute restores the generator and draws the same
         ctx.after_rng = (softmax_scale, window_left, window_right)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_seqlens, rng_state, unused = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward_operator(
-            grad.contiguous(), q, k, v, out, lse, cu_seqlens, *ctx.before_rng, rng_state, unused, *ctx.after_rng
+            grad.contiguous(), q, k, v, out, lse, ctx.cu_seqlens, *ctx.before_rng, *ctx.rng, *ctx.after_rng
         )
         return dq, dk, dv, *(None,) * 7
 

@@ -7,7 +7,7 @@ A sum is made by the GEMM that makes its last term: cuBLAS reads y, adds t B^T t
 scaling is the alpha of the products t and g, which then serve both the tensors of [T, ...] and the gradients of A and
 B, so that it costs no kernel and no rounding. A group costs one product with A for all, and one autograd node.
 
-Saved are x and the weights by reference, t, and A and B in the dtype computed in.
+Saved are x and t. Weights, and A and B in the dtype computed in, are kept on the node itself (see `fastft.ops.kept`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..kept import KeptTensors
 from .casts import AdapterCasts, cast
 
 # The shape of an output that shares memory with nothing alive. `view` would do, but autograd then refuses to let anyone
@@ -68,14 +69,9 @@ class _LoRALinear(torch.autograd.Function):
 
         needs_weight, _, needs_A, needs_B = (any(needs) for needs in _quarters(ctx.needs_input_grad[_LEADING:]))
         needs_x = ctx.needs_input_grad[0]
-        nothing = (None,) * len(weights)
-        ctx.save_for_backward(
-            x if needs_A or needs_weight else None,
-            A if needs_x else None,
-            t if needs_B else None,
-            *(weights if needs_x else nothing),
-            *(Bs if needs_x or needs_A else nothing),
-        )
+        ctx.save_for_backward(x if needs_A or needs_weight else None, t if needs_B else None)
+        ctx.adapters = (A, Bs) if needs_x or needs_A else None
+        ctx.weights = KeptTensors(weights) if needs_x else None
         ctx.set_materialize_grads(False)
         ctx.scalings, ctx.ranks, ctx.dtype = scalings, ranks, dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -95,9 +91,8 @@ class _LoRALinear(torch.autograd.Function):
 
 def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     """Of all inputs, in their order. An output that nobody used has no incoming gradient, and costs nothing."""
-    x, A, t, *rest = ctx.saved_tensors
+    x, t = ctx.saved_tensors
     count, dtype = len(dys), ctx.dtype
-    weights, Bs = rest[:count], rest[count:]
     needs_weight, needs_bias, needs_A, needs_B = _quarters(ctx.needs_input_grad[_LEADING:])
     weight_dtypes, bias_dtypes, A_dtypes, B_dtypes = _quarters(ctx.dtypes)
     used = [(i, _rows(dy, dtype)) for i, dy in enumerate(dys) if dy is not None]
@@ -109,8 +104,10 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
     dweights, dbiases, dAs, dBs = (none.copy() for _ in range(4))
     if used and (needs_x or needs_any_A):
         in_place = not torch._C._len_torch_dispatch_stack()
+        A, Bs = ctx.adapters
         g = _scaled_mms([(dy, Bs[i], ctx.scalings[i]) for i, dy in used], in_place)
         if needs_x:
+            weights = ctx.weights.unchanged()
             if len(used) < count:
                 A = torch.cat([A.split(ctx.ranks)[i] for i, _ in used])
             dx = _sum_mms([*((dy, _to(weights[i], dtype)) for i, dy in used), (g, A)], in_place)

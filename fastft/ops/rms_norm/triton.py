@@ -29,6 +29,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ...capability import probe
+from ..kept import KeptTensors
 
 # 4096 elements a tile and 4 warps are 32 elements a thread: four 16-byte loads of each 16-bit operand in flight.
 TILE_ELEMENTS = 4096
@@ -254,14 +255,16 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
         y, rstd = launch_forward(x, weight, eps, rounding)
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight = KeptTensors((weight,))
         ctx.rounding = rounding
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        x, weight, rstd = ctx.saved_tensors
+        x, rstd = ctx.saved_tensors
+        (weight,) = ctx.weight.unchanged()
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         dx, dweight = launch_backward(dy, x, weight, rstd, ctx.rounding, needs_dx, needs_dweight)
         return dx, dweight, None, None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kept import KeptTensors
 from .launch import rotate
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -130,14 +131,14 @@ def _save(
     ctx: Any, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, rotation: Rotation
 ) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(cos, sin, position_ids)
+    ctx.angles = KeptTensors((cos, sin, position_ids))
     ctx.rotation = rotation
 
 
 def _backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> Gradients:
     if dq is None and dk is None:
         return None, None
-    cos, sin, position_ids = ctx.saved_tensors
+    cos, sin, position_ids = ctx.angles.unchanged()
     inverse = ctx.rotation.reversed()
     if torch.is_grad_enabled():  # create_graph=True: the gradient is differentiated again
         return _RotateQK.apply(dq, dk, cos, sin, position_ids, inverse)
