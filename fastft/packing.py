@@ -267,7 +267,10 @@ class PackedSequenceCache:
     is synchronised for once. It belongs to one patched model.
 
     An entry counts only while its source tensors are alive and unchanged: the key is their identity and version.
-    Inference tensors carry no version and are never remembered.
+    Inference tensors carry no version and are never remembered. Neither are tensors on the CPU: reading them again
+    costs no synchronisation, and their memory may be refilled from outside (numpy, a loader's shared buffer).
+    On a device, a write that leaves the version alone (through `x.data`, or by a kernel of one's own) is not seen:
+    write in place through torch, or give a new tensor.
     """
 
     def __init__(self, capacity: int = 4) -> None:
@@ -283,7 +286,7 @@ class PackedSequenceCache:
 
     def remember(self, answer: PackedSequences | None, question: Hashable, *sources: torch.Tensor | None) -> None:
         """Keeps the answer for as long as the tensors live and stay unchanged."""
-        if any(source is not None and source.is_inference() for source in sources):
+        if any(source is not None and (source.is_inference() or source.device.type == "cpu") for source in sources):
             return
         key = tuple(None if source is None else (weakref.ref(source), source._version) for source in sources)
         current = [entry for entry in self._entries if all(map(_is_current, entry[1]))]

@@ -15,7 +15,7 @@ from torch import nn
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
 from .modules.state import ATTRIBUTE, ModelState, ModuleState, OwnConfig, state_of
-from .plan import Binding, Plan, Report, make_plan
+from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan
 from .structure import positional_names
 
 __all__ = ["patch_model", "report", "unpatch_model"]
@@ -100,7 +100,40 @@ def report(model: nn.Module) -> Report:
         possible = make_plan(target, PatchConfig(), _bound_names(target), strict=False)
         return Report(f"{name} (not patched)", (), () if possible.bindings else possible.skipped, {})
     plan = make_plan(target, states[0].config, _bound_names(target), strict=False)
-    return Report(name, plan.replaced, plan.skipped, sum((shared.counters for shared in states), Counter()))
+    replaced, skipped = _as_bound(target, plan)
+    return Report(name, replaced, skipped, sum((shared.counters for shared in states), Counter()))
+
+
+def _as_bound(target: nn.Module, plan: Plan) -> tuple[tuple[Replacement, ...], tuple[Skipped, ...]]:
+    """What of a plan is in effect, and what is not: modules and configs may have changed since patching."""
+    modules = dict(target.named_modules())
+    replaced: list[Replacement] = []
+    skipped: list[Skipped] = []
+    for item in plan.replaced:
+        problem = _why_not_in_effect(modules[item.fqn], item.op)
+        if problem:
+            skipped.append(Skipped(item.fqn, item.op, problem))
+        else:
+            replaced.append(item)
+    for left in plan.skipped:
+        problem = _why_not_in_effect(modules[left.fqn], left.op) if left.reason == NO_ADAPTER else ""
+        skipped.append(Skipped(left.fqn, left.op, problem) if problem else left)
+    return tuple(replaced), tuple(skipped)
+
+
+def _why_not_in_effect(module: nn.Module, op: str) -> str:
+    from .modules.attention import AttentionName
+
+    state = state_of(module)
+    if state is None:
+        return "added after patching; call patch_model again"
+    if op in ("packing", "attention"):
+        config: Any = module.config
+        name = config._attn_implementation
+        return (
+            "" if isinstance(name, AttentionName) else f"{name!r} was selected after patching; call patch_model again"
+        )
+    return "" if state.bound and "forward" in module.__dict__ else "its forward was put back; call patch_model again"
 
 
 # -------------------------------------------------------------------------------------------------------- target
@@ -219,7 +252,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
     if config.lora is not False:
         from .integrations.peft import LoRAProjector
 
-        shared.projector = LoRAProjector()
+        shared.projector = LoRAProjector(by_name=config.lora == "fused")
     modules = dict(target.named_modules())
     if any(binding.kind == "backbone" for binding in plan.bindings):
         attention.register()

@@ -26,6 +26,10 @@ from .ops.selection import AUTO, Choice, select
 
 # What the forward bound onto a module of each kind computes.
 _OPS_OF_FORWARD = {"attention": ("rope", "lora"), "mlp": ("lora",), "rms_norm": ("rms_norm",)}
+# The projections that forward calls, where PEFT may put an adapter at any time.
+_PROJECTIONS = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+# The forward is bound all the same: it asks for adapters at each call.
+NO_ADAPTER = "no adapter yet; fused when PEFT adds one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class _Planner:
                 self._skip("", op, f"{op}=False" if off else f"{self.name} belongs to no family that fastft knows")
         for left in self.skipped if self.strict else ():
             requested = getattr(self.config, left.op)
-            if requested not in (AUTO, False):
+            if requested not in (AUTO, False) and left.reason != NO_ADAPTER:
                 where = f" for {left.fqn}" if left.fqn else ""
                 raise UnsupportedOptionError(
                     f"{left.op}={requested!r} cannot be honoured{where}: {left.reason}; "
@@ -152,9 +156,9 @@ class _Planner:
             problem = "something else replaced this module's forward already (accelerate's device hooks do)"
         for op in _OPS_OF_FORWARD[kind]:
             self._decide(fqn, op, module, family, problem)
-        bound = len(self.replaced) - before - through_registry
+        bound = not problem and any(getattr(self.config, op) is not False for op in _OPS_OF_FORWARD[kind])
         if bound or through_registry:
-            self.bindings.append(Binding(fqn, kind, family, bool(bound)))
+            self.bindings.append(Binding(fqn, kind, family, bound))
 
     def _why_no_attention(self, fqn: str) -> str:
         """Attention asks the registry whatever the module's forward is, but only a packed backbone feeds it."""
@@ -182,6 +186,12 @@ class _Planner:
         reason = (
             choice.reason if family else f"through transformers' AttentionInterface, family unknown; {choice.reason}"
         )
+        if op == "lora":
+            adapted, projections = _count_adapted(module)
+            if not adapted:
+                self._skip(fqn, op, NO_ADAPTER)
+                return
+            reason = f"{adapted} of {projections} projections have an adapter; {reason}"
         self.replaced.append(Replacement(fqn, op, choice.impl, reason))
 
     def _skip(self, fqn: str, op: str, reason: str) -> None:
@@ -227,6 +237,13 @@ def _why_not_packed(backbone: Any, config: PatchConfig, problem: str) -> str:
     return problem
 
 
+def _count_adapted(module: nn.Module) -> tuple[int, int]:
+    """How many of the projections of an attention or MLP module are LoRA layers now, and how many there are."""
+    role = role_of(type(module))
+    projections = [getattr(module, name) for name in _PROJECTIONS[role.kind]] if role is not None else []
+    return sum(hasattr(projection, "lora_A") for projection in projections), len(projections)
+
+
 def _choose(op: str, requested: str, module: nn.Module) -> Choice:
     """The implementation `op` gets on the device where the module is now, with its reason."""
     weight = next(module.parameters(), None)
@@ -246,9 +263,16 @@ def _choose(op: str, requested: str, module: nn.Module) -> Choice:
     if op == "rope":
         return select(op, requested, rope_op.verdicts(capability, dtype))
     # Trainers run fp32 weights under bf16 autocast: what is asked for has to be possible in one of the two.
-    if requested != AUTO and dtype == torch.float32:
-        dtype = torch.bfloat16
-    return select(op, requested, attention_op.verdicts(capability, dtype, getattr(module, "head_dim", 64)))
+    head_dim = getattr(module, "head_dim", 64)
+    if dtype != torch.float32:
+        return select(op, requested, attention_op.verdicts(capability, dtype, head_dim))
+    autocast = select(op, requested, attention_op.verdicts(capability, torch.bfloat16, head_dim))
+    if requested != AUTO:
+        return autocast
+    choice = select(op, requested, attention_op.verdicts(capability, dtype, head_dim))
+    if autocast.impl == choice.impl:
+        return choice
+    return Choice(choice.impl, f"{choice.reason}; under bf16 autocast: {autocast.impl}")
 
 
 # -------------------------------------------------------------------------------------------------------- report

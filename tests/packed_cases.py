@@ -171,3 +171,8 @@ def counters(model: nn.Module) -> dict[str, int]:
 def packed_forwards(model: nn.Module) -> int:
     """How many forwards were served with the boundaries of several sequences in a row."""
     return sum(count for name, count in counters(model).items() if name.startswith("batches: packed"))
+
+
+def attention_calls(model: nn.Module) -> int:
+    """How many attention calls one of fastft's engines computed, whichever it was."""
+    return sum(count for name, count in counters(model).items() if name.startswith("attention: "))

@@ -109,3 +109,19 @@ def counters(model: nn.Module) -> dict[str, int]:
     import fastft
 
     return dict(fastft.report(model).counters)
+
+
+def skipped_reasons(model: nn.Module) -> dict[tuple[str, str], str]:
+    """(module, op) -> why it stays stock, apart from LoRA in a model without adapters."""
+    import fastft
+
+    return {
+        (item.fqn, item.op): item.reason
+        for item in fastft.report(model).skipped
+        if item.reason != "no adapter yet; fused when PEFT adds one"
+    }
+
+
+def attention_calls(model: nn.Module) -> int:
+    """How many attention calls one of fastft's engines computed, whichever it was."""
+    return sum(count for name, count in counters(model).items() if name.startswith("attention: "))

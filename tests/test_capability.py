@@ -18,7 +18,7 @@ from described_devices import DESCRIBED, GIB, H100, INSTALLED
 
 import fastft.capability as capability_module
 from fastft import environment
-from fastft.capability import DeviceFacts, GPUCapability, SoftwareFacts, Verdict, assess, probe
+from fastft.capability import DeviceFacts, GPUCapability, Verdict, assess, probe
 from fastft.environment import device_facts, is_installed, read_software
 from fastft.errors import UnsupportedOptionError
 

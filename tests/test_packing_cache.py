@@ -15,8 +15,13 @@ from fastft.packing import PackedSequenceCache, PackedSequences
 PACKED = PackedSequences.from_lengths([2, 3], "cpu")
 
 
+def positions():
+    """The meta device stands in for a GPU: tensors on the CPU are never remembered."""
+    return torch.arange(4, device="meta")
+
+
 def test_cache_knows_the_same_tensors_in_the_same_state():
-    cache, ids, mask = PackedSequenceCache(), torch.arange(4), torch.ones(4)
+    cache, ids, mask = PackedSequenceCache(), positions(), torch.ones(4, device="meta")
     cache.remember(PACKED, "question", ids, mask)
     assert cache.lookup("question", ids, mask) == (True, PACKED)
     assert cache.lookup("another", ids, mask) == (False, None)
@@ -28,13 +33,13 @@ def test_cache_knows_the_same_tensors_in_the_same_state():
 
 
 def test_cache_remembers_that_a_batch_is_not_packed():
-    cache, ids = PackedSequenceCache(), torch.arange(4)
+    cache, ids = PackedSequenceCache(), positions()
     cache.remember(None, "question", ids, None)
     assert cache.lookup("question", ids, None) == (True, None)
 
 
 def test_cache_forgets_a_tensor_that_was_written():
-    cache, ids = PackedSequenceCache(), torch.arange(4)
+    cache, ids = PackedSequenceCache(), positions()
     cache.remember(PACKED, "question", ids)
     ids.add_(0)
     assert cache.lookup("question", ids) == (False, None)
@@ -44,17 +49,17 @@ def test_cache_forgets_a_tensor_that_was_written():
 
 
 def test_cache_holds_its_tensors_weakly():
-    cache, ids = PackedSequenceCache(), torch.arange(4)
+    cache, ids = PackedSequenceCache(), positions()
     packed = PackedSequences.from_cu_seqlens(torch.tensor([0, 4], dtype=torch.int32), 4, 4)
     cache.remember(packed, "question", ids)
     for reused in range(20):  # another tensor may get the same address
         del ids
-        ids = torch.arange(4)
+        ids = positions()
         assert cache.lookup("question", ids) == (False, None), reused
 
 
 def test_cache_lets_go_of_answers_about_dead_tensors():
-    cache, ids, later = PackedSequenceCache(), torch.arange(4), torch.arange(4)
+    cache, ids, later = PackedSequenceCache(), positions(), positions()
     packed = PackedSequences.from_lengths([4], "cpu")
     cache.remember(packed, "question", ids)
     alive = weakref.ref(packed)
@@ -65,9 +70,9 @@ def test_cache_lets_go_of_answers_about_dead_tensors():
 
 
 def test_cache_never_remembers_inference_tensors():
-    cache, normal = PackedSequenceCache(), torch.arange(4)
+    cache, normal = PackedSequenceCache(), positions()
     with torch.inference_mode():
-        ids = torch.arange(4)
+        ids = positions()
         cache.remember(PACKED, "question", ids)
         assert cache.lookup("question", ids) == (False, None)
         cache.remember(PACKED, "question", normal)
@@ -77,7 +82,7 @@ def test_cache_never_remembers_inference_tensors():
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])
 def test_cache_keeps_as_many_as_it_may(capacity):
-    cache, batches = PackedSequenceCache(capacity), [torch.arange(4) for _ in range(5)]
+    cache, batches = PackedSequenceCache(capacity), [positions() for _ in range(5)]
     for ids in batches:
         cache.remember(PACKED, "question", ids)
     found = [cache.lookup("question", ids)[0] for ids in batches]
@@ -86,10 +91,18 @@ def test_cache_keeps_as_many_as_it_may(capacity):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copied_cache_starts_empty_with_the_same_capacity(copied):
-    cache, batches = PackedSequenceCache(2), [torch.arange(4) for _ in range(3)]
+    cache, batches = PackedSequenceCache(2), [positions() for _ in range(3)]
     cache.remember(PACKED, "question", batches[0])
     other = copied(cache)
     assert other.lookup("question", batches[0]) == (False, None)
     for ids in batches:
         other.remember(PACKED, "question", ids)
     assert [other.lookup("question", ids)[0] for ids in batches] == [False, True, True]
+
+
+def test_cache_never_remembers_tensors_on_the_cpu():
+    """Their memory may be refilled without a trace, and reading them again waits for nothing."""
+    cache, on_host, on_device = PackedSequenceCache(), torch.arange(4), positions()
+    for sources in ((on_host,), (on_host, on_device), (on_device, on_host), (None, on_host)):
+        cache.remember(PACKED, "question", *sources)
+        assert cache.lookup("question", *sources) == (False, None)

@@ -16,15 +16,23 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from ..errors import UnsupportedOptionError
 from ..ops.lora_linear import AdapterCasts
 from ..ops.lora_linear.autograd import lora_linear_group
 
-# The reason of a projection without an adapter, for callers that do not want to count it as a fallback.
+# Why a projection without an adapter is not fused: there is nothing to fuse.
 NOT_LORA = "not a LoRA linear layer of PEFT"
 
 _PLACES = ("the LoRA layer", "base_layer", "lora_A", "lora_B", "lora_dropout")
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_Linear, _Identity, _Parameter = nn.Linear, nn.Identity, nn.Parameter  # read several times a projection
+
+
+class _Lasting(str):
+    """A reason that stays as long as the layer is built as it is, unlike what a context or a later call changes."""
+
+    __slots__ = ()
 
 
 class LoRAProjection(NamedTuple):
@@ -42,18 +50,22 @@ class LoRAProjector:
 
     It holds the copies of adapters that the recomputation of a checkpointed forward uses again. A copied or unpickled
     projector starts without any.
+
+    Args:
+        by_name: the fused op was asked for by name, so an adapter that it can never compute is an error.
     """
 
-    __slots__ = ("_casts",)
+    __slots__ = ("_by_name", "_casts")
 
-    def __init__(self) -> None:
+    def __init__(self, by_name: bool = False) -> None:
+        self._by_name = by_name
         self._casts = AdapterCasts()
 
-    def __reduce__(self) -> tuple[Callable[[], LoRAProjector], tuple[()]]:
-        return type(self), ()
+    def __reduce__(self) -> tuple[Callable[[bool], LoRAProjector], tuple[bool]]:
+        return type(self), (self._by_name,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoRAProjector:
-        return type(self)()
+        return type(self)(self._by_name)
 
     def __call__(self, modules: tuple[nn.Module, ...], x: torch.Tensor) -> tuple[list[torch.Tensor], list[str | None]]:
         """What each module(x) returns.
@@ -65,9 +77,14 @@ class LoRAProjector:
 
         Returns:
             The y_i, [..., N_i], and for each the reason why the module's own forward ran, or None if the fused op did.
+
+        Raises:
+            UnsupportedOptionError: the op was asked for by name, and the kind of an adapter rules it out.
         """
         facts = _input_facts(x)
         found = [_fused_lora(module, facts) for module in modules]
+        if self._by_name:
+            _refuse_lasting(found)
         reasons = [part if isinstance(part, str) else None for part in found]
         layers = [part for part in found if not isinstance(part, str)]
         if not layers or isinstance(facts, str):
@@ -80,38 +97,13 @@ class LoRAProjector:
         return [next(fused) if reason is None else module(x) for module, reason in pairs], reasons
 
 
-def project(
-    module: nn.Module, x: torch.Tensor, on_fused: Callable[[], None] | None = None
-) -> tuple[torch.Tensor, str | None]:
-    """What module(x) returns, by the fused op if that computes the same: a `LoRAProjector` that remembers no copies.
-
-    Args:
-        module: any projection, as a `LoRAProjector` takes it.
-        x: [..., K].
-        on_fused: called whenever the fused op ran, to count it.
-
-    Returns:
-        y, [..., N], and the reason why the module's own forward ran, or None if the fused op did.
-    """
-    (y,), (reason,) = LoRAProjector()((module,), x)
-    if reason is None and on_fused is not None:
-        on_fused()
-    return y, reason
-
-
-def fused_lora(module: nn.Module, x: torch.Tensor) -> LoRAProjection | str:
-    """The parts of a LoRA projection if the fused op computes on them exactly what module(x) does.
-
-    The dtypes of x and of autocast, as it is at the call, belong to the question: PEFT casts x to the dtype of A first.
-
-    Args:
-        module: any projection.
-        x: [..., K], the input it is about to get.
-
-    Returns:
-        The parts, or the reason why the module's own forward has to run.
-    """
-    return _fused_lora(module, _input_facts(x))
+def _refuse_lasting(found: list[LoRAProjection | str]) -> None:
+    reason = next((part for part in found if isinstance(part, _Lasting)), None)
+    if reason is not None:
+        raise UnsupportedOptionError(
+            f"lora='fused' cannot be honoured for a projection: {reason}; use lora='auto', which leaves such adapters "
+            "to PEFT's own forward, or lora=False"
+        )
 
 
 class _InputFacts(NamedTuple):
@@ -150,28 +142,48 @@ def _input_facts(x: torch.Tensor) -> _InputFacts | str:
 
 
 def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection | str:
+    """The parts of a projection if the fused op computes on them exactly what module(x) does, or why it does not."""
     if isinstance(facts, str):
         lora_layer = sys.modules.get("peft.tuners.lora.layer")
-        return facts if lora_layer is not None and type(module) is lora_layer.Linear else NOT_LORA
+        return facts if lora_layer is not None and type(module) is lora_layer.Linear else _another_kind(module)
     if type(module) is not facts.layer_type:
-        return NOT_LORA
+        return _another_kind(module)
     state = module.__dict__
-    reason = _state_reason(state)
-    if reason:
-        return reason
+    if state["_disable_adapters"] or state["merged_adapters"] or state["fan_in_fan_out"]:
+        return _state_reason(state)
     children = state["_modules"]
     adapters = children["lora_A"].__dict__["_modules"]
     active = state["_active_adapter"]
-    present = [name for name in ((active,) if type(active) is str else active) if name in adapters]
-    if len(present) != 1:
-        return "several adapters are active in this layer" if present else "no active adapter is in this layer"
-    name = present[0]
+    name = active if type(active) is str else active[0] if len(active) == 1 else ""
+    if name not in adapters:  # of several active adapters PEFT runs those that the layer has
+        present = [each for each in active if each in adapters] if type(active) is not str else []
+        if len(present) != 1:
+            return "several adapters are active in this layer" if present else "no active adapter is in this layer"
+        name = present[0]
     if name in state["lora_variant"]:
-        return f"a LoRA variant is in use ({type(state['lora_variant'][name]).__name__})"
+        return _Lasting(f"a LoRA variant is in use ({type(state['lora_variant'][name]).__name__})")
     base, lora_A = children["base_layer"], adapters[name]
     lora_B = children["lora_B"].__dict__["_modules"][name]
-    reason = _parts_reason(module, base, lora_A, lora_B, children["lora_dropout"].__dict__["_modules"][name])
-    return reason or _projection(state, base, lora_A, lora_B, state["scaling"][name], facts)
+    dropout = children["lora_dropout"].__dict__["_modules"][name]
+    if type(base) is not _Linear or type(lora_A) is not _Linear or type(lora_B) is not _Linear:
+        return _linear_reason(base, lora_A, lora_B)
+    if type(dropout) is not _Identity:
+        reason = _dropout_reason(dropout)
+        if reason:
+            return reason
+    of_base, of_A, of_B = base.__dict__, lora_A.__dict__, lora_B.__dict__
+    places = (state, of_base, of_A, of_B, dropout.__dict__)
+    if _is_intercepted(places):
+        place = next(name for name, part in zip(_PLACES, places, strict=True) if _is_intercepted((part,)))
+        return f"{place} has hooks or a forward of its own"
+    return _projection(state, of_base["_parameters"], of_A["_parameters"], of_B["_parameters"], name, facts)
+
+
+def _another_kind(module: nn.Module) -> str:
+    """Subclasses, and what PEFT makes of quantized layers, compute something else, or may."""
+    if "lora_A" in module.__dict__["_modules"]:
+        return _Lasting(f"a LoRA layer of another kind ({type(module).__name__})")
+    return NOT_LORA
 
 
 def _state_reason(state: dict[str, Any]) -> str:
@@ -179,70 +191,71 @@ def _state_reason(state: dict[str, Any]) -> str:
         return "adapters are disabled"
     if state["merged_adapters"]:
         return "an adapter is merged into the base weight"
-    if state["fan_in_fan_out"]:
-        return "fan_in_fan_out: the base weight is stored transposed"
-    return ""
+    return _Lasting("fan_in_fan_out: the base weight is stored transposed")
 
 
-def _parts_reason(module: nn.Module, base: nn.Module, lora_A: nn.Module, lora_B: nn.Module, dropout: nn.Module) -> str:
+def _linear_reason(base: nn.Module, lora_A: nn.Module, lora_B: nn.Module) -> str:
     if type(base) is not nn.Linear:
-        return f"the base layer is a {type(base).__name__}, not an nn.Linear"
-    if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
-        return f"the adapter is a {type(lora_A).__name__} and a {type(lora_B).__name__}, not two nn.Linear"
-    if lora_B.__dict__["_parameters"]["bias"] is not None or lora_A.__dict__["_parameters"]["bias"] is not None:
-        return "lora_bias: the adapter has a bias"
-    if type(dropout) is not nn.Identity:
-        if type(dropout) is not nn.Dropout:
-            return f"the adapter's dropout is a {type(dropout).__name__}, not an nn.Dropout"
-        if dropout.training and dropout.p != 0:
-            return "the adapter has dropout, and is in training"
-    for place, part in enumerate((module, base, lora_A, lora_B, dropout)):
-        if _is_intercepted(part.__dict__):
-            return f"{_PLACES[place]} has hooks or a forward of its own"
+        return _Lasting(f"the base layer is a {type(base).__name__}, not an nn.Linear")
+    return _Lasting(f"the adapter is a {type(lora_A).__name__} and a {type(lora_B).__name__}, not two nn.Linear")
+
+
+def _dropout_reason(dropout: nn.Module) -> str:
+    if type(dropout) is not nn.Dropout:
+        return _Lasting(f"the adapter's dropout is a {type(dropout).__name__}, not an nn.Dropout")
+    if dropout.training and dropout.p != 0:
+        return _Lasting("the adapter has dropout, and is in training")
     return ""
 
 
-def _is_intercepted(state: dict[str, Any]) -> bool:
-    """Whether somebody wants to see the module being called: a hook, accelerate's forward, a compiled call."""
-    return bool(
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-        or state.get("_compiled_call_impl") is not None
-    )
+def _is_intercepted(states: tuple[dict[str, Any], ...]) -> bool:
+    """Whether somebody wants to see a module being called: a hook, accelerate's forward, a compiled call."""
+    for state in states:  # no generator: this loop is the larger part of the time a projection costs
+        if (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or "forward" in state
+            or "_compiled_call_impl" in state
+        ):
+            return True
+    return False
 
 
 def _projection(
     state: dict[str, Any],
-    base: nn.Module,
-    lora_A: nn.Module,
-    lora_B: nn.Module,
-    scaling: float,
+    of_base: dict[str, Any],
+    of_A: dict[str, Any],
+    of_B: dict[str, Any],
+    name: str,
     facts: _InputFacts,
 ) -> LoRAProjection | str:
-    of_base = base.__dict__["_parameters"]
+    """of_base, of_A and of_B: the parameters by name."""
+    if of_B["bias"] is not None or of_A["bias"] is not None:
+        return _Lasting("lora_bias: the adapter has a bias")
     weight, bias = of_base.get("weight"), of_base.get("bias")
-    A, B = lora_A.__dict__["_parameters"].get("weight"), lora_B.__dict__["_parameters"].get("weight")
+    A, B = of_A.get("weight"), of_B.get("weight")
     if (
-        type(weight) is not nn.Parameter
-        or type(A) is not nn.Parameter
-        or type(B) is not nn.Parameter
-        or (bias is not None and type(bias) is not nn.Parameter)
+        type(weight) is not _Parameter
+        or type(A) is not _Parameter
+        or type(B) is not _Parameter
+        or (bias is not None and type(bias) is not _Parameter)
     ):
         return "a weight is not a plain parameter (sharded, quantized or replaced)"
+    scaling = state["scaling"][name]
     if type(scaling) is not float and type(scaling) is not int:
         return f"the scaling is a {type(scaling).__name__}, not a number"
     device = facts.device
     if weight.device != device or A.device != device or B.device != device:
         return "the weights are not on the input's device"
-    tensors = (weight, A, B) if bias is None else (weight, A, B, bias)
-    reason = _dtype_reason([tensor.dtype for tensor in tensors], state["cast_input_dtype_enabled"], facts)
+    dtype = weight.dtype
+    dtypes = (dtype, A.dtype, B.dtype, dtype if bias is None else bias.dtype)
+    reason = _dtype_reason(dtypes, state["cast_input_dtype_enabled"], facts)
     return reason or LoRAProjection(weight, bias, A, B, scaling)
 
 
-def _dtype_reason(dtypes: list[torch.dtype], casts_input: bool, facts: _InputFacts) -> str:
+def _dtype_reason(dtypes: tuple[torch.dtype, ...], casts_input: bool, facts: _InputFacts) -> str:
     """dtypes: of the weight, A, B and the bias."""
     if not facts.autocast:
         # PEFT would compute the update in the adapter's dtype, and add it to an output of the base's.

@@ -7,7 +7,6 @@ the config's own value carries.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import FastftError, PackingError
-from ..ops.attention import varlen_attention
+from ..ops.attention import resolve, varlen_attention
 from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
 from .projection import project
@@ -92,6 +91,11 @@ def fastft_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as transformers calls it: q [B, Hq, L, D], k and v [B, Hk, L, D] to [B, L, Hq, D]."""
     state = state_of(module)
+    if state is None and packed_sequences is not None:
+        raise PackingError(
+            f"{type(module).__name__} received the boundaries of a packed batch but is not patched, so it was added or "
+            "replaced after patch_model; call fastft.patch_model(model) again"
+        )
     if packed_sequences is None or state is None:
         if attention_mask is not None and attention_mask.numel() == 0 and query.numel():
             raise PackingError(
@@ -127,9 +131,11 @@ def _attend_packed(
         shared.counters[f"attention by the previous implementation: {unsupported}"] += 1
         mask = packed_sequences.attention_mask(causal=causal, window_size=window_size)
         return _delegate_packed(module, query, key, value, mask, **kwargs)
-    shared.counters["attention"] += 1
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _one_dtype(query, key, value))
+    dropout = kwargs.get("dropout", 0.0)
+    engine = resolve(str(shared.config.attention), q.device, q.dtype, q.shape[-1], dropout > 0).impl
+    shared.counters[f"attention: {engine}"] += 1
     out = varlen_attention(
         q,
         k,
@@ -138,8 +144,8 @@ def _attend_packed(
         softmax_scale=kwargs.get("scaling"),
         causal=causal,
         window_size=window_size,
-        dropout=kwargs.get("dropout", 0.0),
-        impl=str(shared.config.attention),
+        dropout=dropout,
+        impl=engine,
     )
     return out.unflatten(0, (batch, length)), None
 
@@ -162,6 +168,8 @@ def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dtype = torch.get_autocast_dtype(kind)
     else:
         dtype = min((x.dtype for x in tensors), key=lambda candidate: candidate.itemsize)
+    if all(x.dtype == dtype for x in tensors):
+        return tensors
     return tuple(x.to(dtype) for x in tensors)
 
 
@@ -203,13 +211,27 @@ def _function(module: nn.Module, name: str) -> Callable[..., Any]:
     raise FastftError(f"{type(module).__name__} has no eager attention; load its model with sdpa")
 
 
+class _ConfigOf:
+    """A config under another implementation's name. Copying it would take longer than a layer of a decoding step."""
+
+    __slots__ = ("_attn_implementation", "_config")
+
+    def __init__(self, config: Any, implementation: str) -> None:
+        self._config = config
+        self._attn_implementation = implementation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 class _WithConfig:
     """A module as another implementation should see it: with the config it had before it was patched."""
 
+    __slots__ = ("_module", "config")
+
     def __init__(self, module: Any, implementation: str) -> None:
         self._module = module
-        self.config = copy.copy(module.config)
-        self.config._attn_implementation_internal = implementation
+        self.config = _ConfigOf(module.config, implementation)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -249,7 +271,10 @@ def forward(
     if family.sliding_window != "none":
         owner = self if family.sliding_window == "module" else self.config
         kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _function(self, "eager"))
+    implementation = self.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS.get(implementation) or ALL_ATTENTION_FUNCTIONS.get_interface(
+        implementation, _function(self, "eager")
+    )
     out, weights = attend(
         self,
         *(_split_heads(x, head_dim).transpose(1, 2) for x in (q, k, v)),
@@ -266,9 +291,15 @@ def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x if x.ndim == 4 else x.view(*x.shape[:2], x.shape[2] // head_dim, head_dim)
 
 
-def _wants_in_place(shared: ModelState, q: torch.Tensor, k: torch.Tensor) -> bool:
+def _in_place(module: Any, shared: ModelState, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether to rotate q and k where they lie: if it is wanted and provably safe."""
     wanted = shared.config.rope_in_place
-    return wanted is True or (wanted == "auto" and q.nbytes + k.nbytes >= _IN_PLACE_BYTES)
+    if wanted is False or (wanted == "auto" and q.nbytes + k.nbytes < _IN_PLACE_BYTES):
+        return False
+    verdict = in_place_verdict(q, module.q_proj) and in_place_verdict(k, module.k_proj)
+    if not verdict and wanted is True:
+        shared.counters[f"rope in place refused: {verdict.reason}"] += 1
+    return bool(verdict)
 
 
 def _rotate(
@@ -289,7 +320,7 @@ def _rotate(
     half = cos.shape[-1] // 2  # transformers repeats the angles for the second half of a head
     cos, sin = cos[..., :half], sin[..., :half]
     flat = head_dim if q.ndim == 3 else None
-    if _wants_in_place(shared, q, k) and in_place_verdict(q, module.q_proj) and in_place_verdict(k, module.k_proj):
+    if _in_place(module, shared, q, k):
         shared.counters["rope in place"] += 1
         return rope_qk_(q, k, cos, sin, head_dim=flat, layout=layout, impl=shared.config.rope)
     return rope_qk(q, k, cos, sin, head_dim=flat, layout=layout, impl=shared.config.rope)

@@ -12,6 +12,11 @@ from ..packing import PackedSequences
 from .attention import AttentionName
 from .state import ModelState, ModuleState, state_of
 
+# Why a batch goes the stock way although boundaries may have come with it.
+_CACHE = "a cache is in use, which holds one sequence a row"
+_OTHER_MASK = "a 2-D attention mask of another shape than the tokens"
+_PREPARED_MASK = "a prepared attention mask"
+
 
 def announce_packing(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -24,9 +29,12 @@ def announce_packing(
     state = state_of(module)
     if state is None or torch.compiler.is_exporting():
         return None
-    decoding = kwargs.get("past_key_values") is not None and kwargs.get("packed_sequences") is None
-    if decoding and torch.compiler.is_compiling():
+    decoding = kwargs.get("past_key_values") is not None
+    told = kwargs.get("packed_sequences") is not None or kwargs.get("cu_seq_lens_q") is not None
+    if decoding and not told and torch.compiler.is_compiling():
         return None  # so that the compiled step stays in one piece
+    if len(args) > len(state.parameter_names) or not kwargs.keys().isdisjoint(state.parameter_names[: len(args)]):
+        return None  # arguments that the forward refuses, and says why
     return _announce(state, module, args, kwargs)
 
 
@@ -93,6 +101,7 @@ def _find(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]) -> tupl
     tokens = _tokens(kwargs)
     reason = _stock_reason(shared, module, kwargs, tokens)
     if reason:
+        _check_not_ignored(module, kwargs, reason)
         return None, f"stock, {reason}"
     batch_size, length = tokens.shape[:2]
     position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
@@ -114,10 +123,10 @@ def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], token
     if shared.config.packing is False:
         return "packing=False"
     if kwargs.get("past_key_values") is not None:
-        return "a cache is in use, which holds one sequence a row"
+        return _CACHE
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
-        return "a prepared attention mask"
+        return _OTHER_MASK if isinstance(mask, torch.Tensor) and mask.ndim == 2 else _PREPARED_MASK
     implementation = module.config._attn_implementation
     if not isinstance(implementation, AttentionName):
         return f"the attention implementation was set to {implementation!r} after patching"
@@ -125,6 +134,20 @@ def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], token
 
 
 # ----------------------------------------------------------------------------------------------------- checks
+
+
+def _check_not_ignored(module: Any, kwargs: dict[str, Any], reason: str) -> None:
+    """A collator's boundaries beside something that only the previous implementation handles: flash attention honours
+    them there, every other one would let the sequences see each other without a word."""
+    if kwargs.get("cu_seq_lens_q") is None or reason not in (_CACHE, _OTHER_MASK, _PREPARED_MASK):
+        return
+    implementation = module.config._attn_implementation
+    previous = getattr(implementation, "previous", implementation)
+    if "flash" not in str(previous):
+        raise PackingError(
+            f"cu_seq_lens_q cannot be honoured for this batch ({reason}): {previous!r} attention ignores boundaries; "
+            "leave one of the two out"
+        )
 
 
 def _check_positions(position_ids: torch.Tensor | None, batch_size: int, length: int) -> None:
@@ -147,7 +170,9 @@ def _check_no_padding(shared: ModelState, mask: torch.Tensor | None) -> None:
         return
     question = ("no padding",)
     found, _ = shared.packed_cache.lookup(question, mask)
-    if not found and not bool(mask.all()):
+    if found:
+        return
+    if not bool(mask.all()):
         raise PackingError(
             "the batch has both boundaries of packed sequences and an attention_mask that hides tokens; leave the mask "
             "out, and make padding at the end of a row a sequence of its own"
@@ -176,6 +201,11 @@ def _check_covers(packed: Any, batch_size: int, length: int) -> None:
 
 def _from_collator(shared: ModelState, kwargs: dict[str, Any], total_tokens: int) -> PackedSequences:
     cu_seqlens, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
+    if not isinstance(cu_seqlens, torch.Tensor) or not isinstance(keys, torch.Tensor | None):
+        raise PackingError(
+            f"cu_seq_lens_q and cu_seq_lens_k must be tensors, got {type(cu_seqlens).__name__} and "
+            f"{type(keys).__name__}; the collator has to make int32 tensors of them"
+        )
     longest = kwargs.get("max_length_q")
     if longest is None:
         raise PackingError("cu_seq_lens_q came without max_length_q, the length of the longest sequence; pass both")
@@ -202,8 +232,10 @@ def _from_positions(
 ) -> tuple[PackedSequences | None, str]:
     batch_size, length = tokens.shape[:2]
     mask = kwargs.get("attention_mask")
-    if position_ids is not None and (position_ids.ndim != 2 or position_ids.is_floating_point()):
-        return None, "stock, positions of several axes"
+    if position_ids is not None and position_ids.is_floating_point():
+        return None, "stock, positions that are no integers"
+    if position_ids is not None and position_ids.ndim != 2:
+        return None, f"stock, positions of {position_ids.ndim} dimensions"
     whole_rows = _serves_whole_rows(module, kwargs)
     if position_ids is None and not whole_rows:
         return None, "stock, whole rows outside training"

@@ -17,6 +17,9 @@ def project(shared: ModelState, projections: tuple[nn.Module, ...], x: torch.Ten
     if projector is None or not any("lora_A" in projection.__dict__["_modules"] for projection in projections):
         return [projection(x) for projection in projections]
     outputs, reasons = projector(projections, x)
-    for reason in reasons:
-        shared.counters["lora" if reason is None else f"lora not fused: {reason}"] += 1
+    for projection, reason in zip(projections, reasons, strict=True):
+        if reason is None:
+            shared.counters["lora"] += 1
+        elif "lora_A" in projection.__dict__["_modules"]:  # without an adapter there was nothing to fuse
+            shared.counters[f"lora not fused: {reason}"] += 1
     return outputs

@@ -6,11 +6,23 @@ import itertools
 
 import pytest
 import torch
-from packed_cases import LENGTHS, counters, differences, evaluate, inputs, packed_forwards, pair, separately
+from packed_cases import (
+    LENGTHS,
+    attention_calls,
+    counters,
+    differences,
+    evaluate,
+    inputs,
+    packed_forwards,
+    pair,
+    separately,
+)
 from tiny_models import packed_batch
 
 from fastft import PackedSequences
-from fastft.errors import PackingError
+from fastft.config import PatchConfig
+from fastft.errors import PackingError, UnsupportedOptionError
+from fastft.modules.attention import AttentionName, _WithConfig
 
 T = sum(LENGTHS)
 
@@ -56,6 +68,8 @@ def test_positions_of_another_number_of_rows():
         (boundaries(0, 5, T) | {"cu_seq_lens_k": torch.tensor([0, 6, T])}, "different sequences"),
         (boundaries(0, 5, T) | {"cu_seq_lens_k": torch.tensor([0, T])}, "different sequences"),
         (boundaries(0, 5, T) | {"cu_seq_lens_q": torch.tensor([0.0, 5.0, T])}, "."),
+        (boundaries(0, 5, T) | {"cu_seq_lens_q": [0, 5, T]}, "must be tensors, got list"),
+        (boundaries(0, 5, T) | {"cu_seq_lens_k": [0, 5, T]}, "must be tensors, got Tensor and list"),
     ],
 )
 def test_boundaries_that_do_not_fit(kwargs, match):
@@ -94,6 +108,100 @@ def test_sequences_that_cannot_be_honoured_are_not_dropped():
     model.set_attn_implementation("sdpa")
     with pytest.raises(PackingError, match="sdpa"):
         model(input_ids=IDS, packed_sequences=given)
+
+
+@pytest.mark.parametrize(
+    ("beside", "reason"),
+    [
+        ({"past_key_values": True}, "a cache is in use"),
+        ({"attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool)}, "a prepared attention mask"),
+        ({"attention_mask": torch.ones(1, T + 2)}, "a 2-D attention mask of another shape"),
+    ],
+)
+def test_boundaries_from_a_collator_are_not_ignored(beside, reason):
+    stock, model = pair("llama")
+    batch = {"input_ids": IDS, **boundaries(0, 5, T), **beside}
+    if "past_key_values" in beside:
+        batch["past_key_values"] = stock(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(PackingError, match=f"cu_seq_lens_q cannot be honoured.*{reason}.*'sdpa' attention ignores"):
+        model(**batch)
+    (hook,) = model.model._forward_pre_hooks.values()
+    flash = AttentionName("flash_attention_2")  # honours them itself
+    model.config._attn_implementation_internal = flash
+    assert hook(model.model, (), batch) is None
+
+
+def test_an_attention_mask_of_another_shape_is_named():
+    _, model = pair("llama")
+    (hook,) = model.model._forward_pre_hooks.values()
+    assert hook(model.model, (), {"input_ids": IDS, "attention_mask": torch.ones(1, T + 1)}) is None
+    assert counters(model)["batches: stock, a 2-D attention mask of another shape than the tokens"] == 1
+
+
+def test_fractional_positions_are_named():
+    _, model = pair("llama")
+    model(input_ids=IDS, position_ids=torch.arange(T)[None].float())
+    assert counters(model)["batches: stock, positions that are no integers"] == 1
+
+
+def test_arguments_that_stock_refuses():
+    stock, model = pair("llama")
+    for args, kwargs in (((None,) * 20, {}), ((IDS,), {"input_ids": IDS})):
+        messages = []
+        for each in (stock.model, model.model):
+            with pytest.raises(TypeError) as caught:
+                each(*args, **kwargs)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_a_layer_added_after_patching():
+    _, model = pair("llama")
+    model.model.layers[1] = type(model.model.layers[1])(model.config, 1).train()
+    with pytest.raises(PackingError, match=r"LlamaAttention .* is not patched.*patch_model\(model\) again"):
+        model(**inputs(LENGTHS, "position_ids"))
+
+
+def test_a_mask_without_padding_is_looked_at_once(monkeypatch):
+    _, model = pair("llama")
+    shared = model.model.__dict__["_fastft"].shared
+    monkeypatch.setattr(shared.packed_cache, "lookup", lambda question, *sources: (question == ("no padding",), None))
+    remembered = []
+    monkeypatch.setattr(shared.packed_cache, "remember", lambda answer, question, *sources: remembered.append(question))
+    model(input_ids=IDS, attention_mask=torch.ones_like(IDS), **boundaries(0, 5, T))
+    assert ("no padding",) not in remembered and len(remembered) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rope_in_place": 1}, "rope_in_place=1 is no option"),
+        ({"rope_in_place": 0}, "rope_in_place=0 is no option"),
+        ({"rope_in_place": "yes"}, "rope_in_place='yes' is no option"),
+        ({"rope_in_place": True, "rope": False}, "needs fastft's rope"),
+    ],
+)
+def test_rope_in_place_options(options, match):
+    with pytest.raises(UnsupportedOptionError, match=match):
+        PatchConfig(**options)
+
+
+def test_rope_in_place_refused_is_counted():
+    for wanted, counted in ((True, 2), ("auto", 0)):
+        _, model = pair("llama", rope_in_place=wanted)
+        with torch.no_grad():
+            model(**inputs(LENGTHS, "position_ids"))
+        refused = {name: n for name, n in counters(model).items() if name.startswith("rope in place refused: ")}
+        assert sum(refused.values()) == counted
+        assert all("gradients are off" in name for name in refused)
+
+
+def test_another_implementation_sees_the_config_under_its_own_name():
+    _, model = pair("llama")
+    seen = _WithConfig(model.model.layers[0].self_attn, "flash_attention_2")
+    assert seen.config._attn_implementation == "flash_attention_2" and seen.layer_idx == 0
+    assert seen.config.hidden_size == model.config.hidden_size and not hasattr(seen.config, "_is_quantized")
+    assert model.config._attn_implementation == "fastft"
 
 
 def test_empty_documents_count_for_nothing():
@@ -176,4 +284,4 @@ def test_a_batch_of_no_tokens():
         logits = model(**batch).logits
         assert logits.shape == (1, 0, 97)
         logits.sum().backward()
-    assert counters(model)["attention"] == 6
+    assert attention_calls(model) == 6

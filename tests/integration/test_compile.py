@@ -6,7 +6,17 @@ import copy
 
 import pytest
 import torch
-from packed_cases import LENGTHS, TOLERANCE, counters, differences, evaluate, inputs, packed_forwards, pair, separately
+from packed_cases import (
+    LENGTHS,
+    TOLERANCE,
+    attention_calls,
+    differences,
+    evaluate,
+    inputs,
+    packed_forwards,
+    pair,
+    separately,
+)
 from tiny_models import packed_batch
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -38,7 +48,7 @@ def test_packed_batches(family):
     assert backend.frame_count == frames, "each batch is compiled anew"
     mutant = inputs(LENGTHS, "position_ids", told=(5, 22, 7))
     assert differences(evaluate(compiled, mutant, LENGTHS), separately_named(stock, batch)) != []
-    assert packed_forwards(model) > 10 and counters(model)["attention"] > 0
+    assert packed_forwards(model) > 10 and attention_calls(model) > 0
 
 
 def separately_named(stock, batch):

@@ -6,7 +6,17 @@ import copy
 
 import pytest
 import torch
-from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks, packed_forwards, pair, separately
+from packed_cases import (
+    LENGTHS,
+    attention_calls,
+    differences,
+    evaluate,
+    inputs,
+    leaks,
+    packed_forwards,
+    pair,
+    separately,
+)
 from tiny_models import FAMILIES
 
 from fastft import patch_model
@@ -70,7 +80,7 @@ def test_autocast_over_fp32_weights(family):
         assert leaks(model, BATCH, LENGTHS) == []
     assert ours["logits"].dtype == theirs["logits"].dtype == torch.bfloat16
     close_to_stock(ours, theirs, truth)
-    assert packed_forwards(model) == 3 and counters(model)["attention"] > 0
+    assert packed_forwards(model) == 3 and attention_calls(model) > 0
 
 
 def test_norms_in_fp32_in_a_bf16_model():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from patch_cases import LENGTHS, counters, left_padded, rows, snapshot
+from patch_cases import LENGTHS, attention_calls, counters, left_padded, rows, snapshot
 from tiny_models import packed_batch, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -133,7 +133,7 @@ def test_a_subclass_of_a_known_backbone_is_an_unknown_family() -> None:
     batch = packed_batch(LENGTHS)
     logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    assert counters(model)["attention"] == counters(model)["rope"] == 2
+    assert attention_calls(model) == counters(model)["rope"] == 2
 
 
 def test_a_foreign_attention_in_a_known_backbone() -> None:
@@ -147,7 +147,7 @@ def test_a_foreign_attention_in_a_known_backbone() -> None:
     fastft.patch_model(model)
     logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    assert counters(model)["attention"] == 2 and counters(model)["rope"] == 1
+    assert attention_calls(model) == 2 and counters(model)["rope"] == 1
     fastft.unpatch_model(model)
 
     attention.__class__ = type(
@@ -166,7 +166,7 @@ def test_a_base_model_without_head() -> None:
     assert [item.fqn for item in fastft.report(model).replaced if item.op == "packing"] == [""]
     batch = packed_batch(LENGTHS)
     model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state.sum().backward()
-    assert counters(model)["attention"] == 2
+    assert attention_calls(model) == 2
 
 
 def test_a_known_attention_outside_a_known_backbone_keeps_its_attention() -> None:
@@ -175,7 +175,7 @@ def test_a_known_attention_outside_a_known_backbone_keeps_its_attention() -> Non
     fastft.patch_model(model)
     skipped = {(item.fqn, item.op): item.reason for item in fastft.report(model).skipped}
     assert skipped["extra", "attention"] == "not below a backbone that fastft packs"
-    assert {item.op for item in fastft.report(model).replaced} == {"rope", "lora"}
+    assert {item.op for item in fastft.report(model).replaced} == {"rope"}
 
 
 @pytest.mark.parametrize("text", ["llama", "qwen2", "gemma3_text"])
@@ -201,7 +201,7 @@ def test_a_vision_language_model_is_patched_in_its_language_model_only(text: str
     assert model.config._attn_implementation == model.config.vision_config._attn_implementation == "sdpa"
     logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    assert counters(model)["attention"] == 2
+    assert attention_calls(model) == 2
     model.config.text_config.use_cache = False
     torch.testing.assert_close(model(**pictured).logits, pictured_logits)
     fastft.unpatch_model(model)
@@ -277,4 +277,4 @@ def test_a_remote_code_model_built_like_llama_is_packed() -> None:
     fastft.patch_model(model)
     logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    assert counters(model)["attention"] == 2 and "rope" not in counters(model)
+    assert attention_calls(model) == 2 and "rope" not in counters(model)

@@ -10,12 +10,13 @@ import sys
 
 import pytest
 import torch
-from patch_cases import counters, snapshot, train_step
+from patch_cases import attention_calls, counters, skipped_reasons, snapshot, train_step
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
 
 import fastft
 from fastft.errors import FastftError, UnsupportedModelError, UnsupportedOptionError
+from fastft.plan import NO_ADAPTER
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,10 +29,12 @@ def test_the_report_accounts_for_every_module_and_op(family: str) -> None:
     }
     assert seen["packing"] == ["model"]
     assert seen["attention"] == seen["rope"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    assert len(seen["lora"]) == 4
+    assert not seen["lora"]
+    unadapted = [item for item in report.skipped if item.op == "lora"]
+    assert len(unadapted) == 4 and {item.reason for item in unadapted} == {NO_ADAPTER}
     assert len([item for item in report.replaced if item.op == "rms_norm"]) == norms
-    assert not report.skipped and not report.counters
-    assert {item.impl for item in report.replaced} == {"varlen", "sdpa", "reference", "fused"}
+    assert unadapted == list(report.skipped) and not report.counters
+    assert {item.impl for item in report.replaced} == {"varlen", "sdpa", "reference"}
     assert all(item.reason for item in report.replaced)
     assert "not run yet" in str(report)
 
@@ -40,14 +43,14 @@ def test_summary_rows_and_text_agree() -> None:
     model = fastft.patch_model(tiny_model("llama"), rope=False)
     report = fastft.report(model)
     assert report.summary().startswith("fastft: LlamaForCausalLM: replaced ")
-    assert "attention x2 (sdpa)" in report.summary() and report.summary().endswith("not replaced: rope")
+    assert "attention x2 (sdpa)" in report.summary() and report.summary().endswith("not replaced: lora, rope")
     table = {(op, what): (impl, count) for op, what, impl, count, _ in report.rows()}
     assert table["rms_norm", "replaced"] == ("reference", 5)
     assert table["rope", "skipped"] == ("stock", 2)
     text = str(report)
     assert report.summary() in text and "rope=False" in text
     train_step(model)
-    assert re.search(r"since then: attention 2, batches: packed, positions restart 1", str(fastft.report(model)))
+    assert re.search(r"since then: attention: sdpa 2, batches: packed, positions restart 1", str(fastft.report(model)))
     assert not report.counters  # what was reported does not change later
 
 
@@ -63,7 +66,7 @@ def test_counters_are_fastfts_own_count() -> None:
     once = counters(model)
     train_step(model)
     assert counters(model) == {name: 2 * count for name, count in once.items()}
-    assert once["attention"] == once["rope"] == 2 and once["rms_norm"] == 5
+    assert once["attention: sdpa"] == once["rope"] == 2 and once["rms_norm"] == 5
 
 
 def test_the_report_after_moving_the_model() -> None:
@@ -72,7 +75,7 @@ def test_the_report_after_moving_the_model() -> None:
     report = fastft.report(model)
     assert {item.impl for item in report.replaced if item.op == "attention"} == {"auto"}
     assert {item.reason for item in report.replaced if item.op == "rope"} == {"decided when the weights have a device"}
-    assert not report.skipped
+    assert not skipped_reasons(model)
 
 
 def test_the_report_does_not_raise_where_the_model_would(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +131,7 @@ def test_options_by_name_go_over_the_config() -> None:
     model = fastft.patch_model(
         tiny_model("llama"), fastft.PatchConfig(rope=False, rms_norm=False), rms_norm="reference"
     )
-    assert {item.op for item in fastft.report(model).skipped} == {"rope"}
+    assert {op for _, op in skipped_reasons(model)} == {"rope"}
     with pytest.raises(UnsupportedOptionError, match="PatchConfig, got dict"):
         fastft.patch_model(tiny_model("llama"), {"rope": False})
 
@@ -145,10 +148,10 @@ def test_without_packing_the_model_keeps_its_attention() -> None:
     config = model.config
     fastft.patch_model(model, packing=False)
     assert model.config is config and not model.model._forward_pre_hooks
-    skipped = {(item.op, item.reason) for item in fastft.report(model).skipped}
+    skipped = {(op, reason) for (_, op), reason in skipped_reasons(model).items()}
     assert skipped == {("packing", "packing=False"), ("attention", "packing=False")}
     train_step(model)
-    assert counters(model)["rms_norm"] == 5 and "attention" not in counters(model)
+    assert counters(model)["rms_norm"] == 5 and not attention_calls(model)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m.lm_head, lambda m: nn.Sequential(m), lambda m: "llama"])
@@ -164,7 +167,7 @@ def test_a_model_loaded_with_fastfts_own_name() -> None:
     with pytest.raises(UnsupportedOptionError, match="load it with another one or none"):
         fastft.patch_model(model, attention="sdpa")
     fastft.patch_model(model)
-    assert {item.op for item in fastft.report(model).skipped} == {"packing", "attention"}
+    assert {op for _, op in skipped_reasons(model)} == {"packing", "attention"}
 
 
 # ---------------------------------------------------------------------------------------- triton without a GPU

@@ -9,12 +9,13 @@ import sys
 import peft
 import pytest
 import torch
+from lora_cases import fused_lora, halve, project, randomize
 from peft import LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting, rescale_adapter_scale
 from torch import nn
 
-from fastft.integrations import peft as integration
-from fastft.integrations.peft import NOT_LORA, LoRAProjection, fused_lora, project
+from fastft.errors import UnsupportedOptionError
+from fastft.integrations.peft import NOT_LORA, LoRAProjection, LoRAProjector
 
 K, N = 24, 40
 # PEFT rounds the update, and scaling times it, before it adds it: a few bf16 roundings, through two layers and back.
@@ -40,14 +41,6 @@ def wrapped(bias=False, dtype=None, **config):
     model = get_peft_model(block, LoraConfig(**config))
     randomize(model)
     return model, block
-
-
-def randomize(model):
-    """B starts at zero, which would hide everything."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.3)
 
 
 def results(model, block, call, dtype=torch.float32):
@@ -89,15 +82,9 @@ def check(model, block, reason=None, count=2, tolerance=1e-5, dtype=torch.float3
         assert given is None if reason is None else given is not None and reason in given, reasons
 
 
-def halve(monkeypatch):
-    """A mutant: half of the update."""
-    original = integration._fused_lora
-
-    def halved(module, facts):
-        found = original(module, facts)
-        return found._replace(scaling=found.scaling / 2) if isinstance(found, LoRAProjection) else found
-
-    monkeypatch.setattr(integration, "_fused_lora", halved)
+def by_name_is_refused(module, reason):
+    with pytest.raises(UnsupportedOptionError, match=f"lora='fused' cannot be honoured.*{reason}.*use lora='auto'"):
+        LoRAProjector(by_name=True)((module,), torch.zeros(1, K))
 
 
 def test_plain():
@@ -150,7 +137,23 @@ def test_scaling_that_is_a_tensor():
 def test_dropout():
     model, block = wrapped(lora_dropout=0.4)
     check(model.train(), block, "dropout")
+    by_name_is_refused(block.q_proj, "dropout")
     check(model.eval(), block)
+    assert LoRAProjector(by_name=True)((block.q_proj,), torch.zeros(1, K))[1] == [None]
+
+
+def test_by_name_leaves_what_passes_to_peft():
+    """A context or a hook is no reason to stop a run, and neither is a projection without an adapter."""
+    model, block = wrapped()
+    projector = copy.deepcopy(LoRAProjector(by_name=True))
+    with model.disable_adapter():
+        assert projector((block.q_proj,), torch.zeros(1, K))[1] == ["adapters are disabled"]
+    with block.q_proj.register_forward_hook(lambda *_: None):
+        assert "hooks" in projector((block.q_proj,), torch.zeros(1, K))[1][0]
+    assert projector((block.head,), torch.zeros(1, K))[1] == [NOT_LORA]
+    block.q_proj.fan_in_fan_out = True
+    with pytest.raises(UnsupportedOptionError, match="fan_in_fan_out"):
+        projector((block.q_proj,), torch.zeros(1, K))
 
 
 def test_disabled():
@@ -215,7 +218,9 @@ def test_adapter_of_another_layer():
     ids=["dora", "lora_bias"],
 )
 def test_what_only_peft_can(config, reason):
-    check(*wrapped(bias=True, **config), reason)
+    model, block = wrapped(bias=True, **config)
+    check(model, block, reason)
+    by_name_is_refused(block.q_proj, reason.replace("(", "."))
 
 
 PARTS = {
@@ -293,6 +298,7 @@ def test_subclasses_are_left_alone():
     for layer in (block.q_proj, block.o_proj):
         layer.base_layer.__class__ = Scaled
     check(model, block, "base layer is a Scaled")
+    by_name_is_refused(block.q_proj, "base layer is a Scaled")
 
 
 def test_weights_that_are_no_plain_parameters():
@@ -357,7 +363,8 @@ def test_subclass_of_the_lora_layer():
         pass
 
     block.q_proj.__class__ = Custom
-    assert fused_lora(block.q_proj, torch.zeros(1, K)) == NOT_LORA
+    assert fused_lora(block.q_proj, torch.zeros(1, K)) == "a LoRA layer of another kind (Custom)"
+    by_name_is_refused(block.q_proj, "another kind .Custom.")
 
 
 def test_a_copied_model():
@@ -374,8 +381,8 @@ def test_compiling_is_left_to_peft(monkeypatch):
 
 def test_peft_is_not_imported():
     code = (
-        "import sys, torch; from fastft.integrations.peft import NOT_LORA, project; "
-        "layer = torch.nn.Linear(3, 4); y, reason = project(layer, torch.ones(2, 3)); "
+        "import sys, torch; from fastft.integrations.peft import NOT_LORA, LoRAProjector; "
+        "layer = torch.nn.Linear(3, 4); (y,), (reason,) = LoRAProjector()((layer,), torch.ones(2, 3)); "
         "assert reason == NOT_LORA and y.shape == (2, 4); assert 'peft' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

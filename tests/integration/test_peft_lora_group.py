@@ -8,34 +8,15 @@ import pickle
 
 import pytest
 import torch
+from lora_cases import halve, randomize
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from fastft.integrations import peft as integration
-from fastft.integrations.peft import NOT_LORA, LoRAProjection, LoRAProjector
+from fastft.integrations.peft import NOT_LORA, LoRAProjector
 
 K, N = 24, 40
 # PEFT rounds the update, and scaling times it, before it adds it.
 BF16_TOLERANCE = 0.02
-
-
-def randomize(model):
-    """B starts at zero, which would hide everything."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.3)
-
-
-def halve(monkeypatch):
-    """A mutant: half of the update."""
-    original = integration._fused_lora
-
-    def halved(module, facts):
-        found = original(module, facts)
-        return found._replace(scaling=found.scaling / 2) if isinstance(found, LoRAProjection) else found
-
-    monkeypatch.setattr(integration, "_fused_lora", halved)
 
 
 class Attention(nn.Module):
