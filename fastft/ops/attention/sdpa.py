@@ -13,6 +13,9 @@ from ...packing import PackedSequences
 from .reference import visible_keys
 
 _QUERY_BLOCK = 1024
+# The fused CUDA kernels read this many bytes at a time. For tensors that start elsewhere torch finds no kernel in fp32,
+# and in fp16 and bf16 it gives wrong numbers without an error (torch 2.11 on an H200).
+_ALIGNMENT = 16
 
 
 def varlen_attention_sdpa(
@@ -31,7 +34,8 @@ def varlen_attention_sdpa(
     if group > 1:
         # On a CPU enable_gqa leaves the flash kernel, and on CUDA the memory-efficient one.
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
+    head_dim = v.shape[2]
+    queries, keys, values = (_aligned(x).transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
     left, right = window_size
     if causal:
         right = 0
@@ -54,5 +58,17 @@ def varlen_attention_sdpa(
                 is_causal=causal and mask is None,
                 scale=softmax_scale,
             )
-            parts.append(out[0].transpose(0, 1))
+            parts.append(out[0, :, :, :head_dim].transpose(0, 1))
     return torch.cat(parts) if parts else q.new_empty(q.shape) + 0 * (q.sum() + k.sum() + v.sum())
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] on CUDA with every row on a 16-byte boundary, if need be with zeros behind D, which add nothing."""
+    if x.device.type != "cuda":
+        return x
+    step = _ALIGNMENT // x.element_size()
+    if x.shape[2] % step:
+        return torch.nn.functional.pad(x, (0, -x.shape[2] % step))
+    if x.data_ptr() % _ALIGNMENT or x.stride(0) % step or x.stride(1) % step or x.stride(2) != 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -109,7 +109,8 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
         if needs_x:
             weights = ctx.weights.unchanged()
             if len(used) < count:
-                A = torch.cat([A.split(ctx.ranks)[i] for i, _ in used])
+                parts = torch.split_with_sizes(A, ctx.ranks)
+                A = torch.cat([parts[i] for i, _ in used])
             dx = _sum_mms([*((dy, _to(weights[i], dtype)) for i, dy in used), (g, A)], in_place)
             dx = _to(dx, ctx.x_dtype).view(ctx.x_shape)
     if needs_any_A or any(needs_weight):
@@ -154,7 +155,7 @@ def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _columns(matrix: torch.Tensor, widths: list[int]) -> Sequence[torch.Tensor]:
-    return (matrix,) if len(widths) == 1 else matrix.split(widths, 1)
+    return (matrix,) if len(widths) == 1 else torch.split_with_sizes(matrix, widths, 1)
 
 
 def _down(
@@ -163,7 +164,7 @@ def _down(
     """t: one GEMM, unless there is more than one scaling to be its alpha."""
     if all(scaling == scalings[0] for scaling in scalings):
         return _scaled_mms([(rows, A.t(), scalings[0])], in_place)
-    parts = zip(A.split(ranks), scalings, strict=True)
+    parts = zip(torch.split_with_sizes(A, ranks), scalings, strict=True)
     return _scaled_mms([(rows, part.t(), scaling) for part, scaling in parts], in_place)
 
 

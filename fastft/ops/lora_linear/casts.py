@@ -79,13 +79,13 @@ class AdapterCasts:
         if any(source.is_inference() for source in sources):
             self._entries.pop(key, None)
             return
-        remove = partial(_remove, weakref.ref(self), key)
-        self._entries[key] = _Entry(
-            tuple(weakref.ref(source, remove) for source in sources),
-            tuple(source._version for source in sources),
-            dtype,
-            casts,
-        )
+        entry = self._entries.get(key)
+        if entry is not None and len(entry.sources) == len(sources) and _all_are(entry.sources, sources):
+            references = entry.sources  # as in every forward but the first
+        else:
+            remove = partial(_remove, weakref.ref(self), key)
+            references = tuple(weakref.ref(source, remove) for source in sources)
+        self._entries[key] = _Entry(references, tuple([source._version for source in sources]), dtype, casts)
 
 
 def cast(lora_As: Sequence[torch.Tensor], lora_Bs: Sequence[torch.Tensor], dtype: torch.dtype) -> Casts:
@@ -99,9 +99,13 @@ def cast(lora_As: Sequence[torch.Tensor], lora_Bs: Sequence[torch.Tensor], dtype
     ranks = [A.shape[0] for A in lora_As]
     stacked = lora_As[0].new_empty((sum(ranks), lora_As[0].shape[1]), dtype=dtype)
     Bs = [B.new_empty(B.shape, dtype=dtype) for B in lora_Bs]
-    parts = (stacked,) if len(ranks) == 1 else stacked.split(ranks)
+    parts = (stacked,) if len(ranks) == 1 else torch.split_with_sizes(stacked, ranks)
     torch._foreach_copy_((*parts, *Bs), (*lora_As, *lora_Bs))
     return stacked, tuple(Bs)
+
+
+def _all_are(references: Sequence[weakref.ref[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:
+    return all([reference() is tensor for reference, tensor in zip(references, tensors, strict=True)])
 
 
 def _is_of(entry: _Entry, lora_As: Sequence[torch.Tensor], lora_Bs: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -110,10 +114,9 @@ def _is_of(entry: _Entry, lora_As: Sequence[torch.Tensor], lora_Bs: Sequence[tor
         return False
     if entry.casts[0].device != sources[0].device:
         return False
-    return all(
-        ref() is source and not source.is_inference() and version == source._version
-        for ref, version, source in zip(entry.sources, entry.versions, sources, strict=True)
-    )
+    if any([source.is_inference() for source in sources]) or not _all_are(entry.sources, sources):
+        return False
+    return entry.versions == tuple([source._version for source in sources])
 
 
 def _remove(owner: weakref.ref[AdapterCasts], key: int, dead: Any) -> None:
