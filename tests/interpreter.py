@@ -9,8 +9,16 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
+import numpy
 import pytest
 import torch
+import triton
+
+# Its interpreter converts one-element arrays to Python numbers, which numpy 2.4 refuses.
+needs_interpreter = pytest.mark.skipif(
+    triton.__version__ < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
+    reason=f"the interpreter of triton {triton.__version__} fails with numpy {numpy.__version__}",
+)
 
 
 def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_info_prints_every_verdict_with_its_reason(only_h200: None, capsys: pyte
         assert answer in row
     assert "cuda:0 NVIDIA H200 (sm90)" in printed
     assert "144,384 MiB memory, 60 MiB L2, 227 KiB shared memory a block, 132 SMs, warps of 32" in printed
-    assert f"torch {torch.__version__}" in printed
+    assert f"torch {metadata.version('torch')}" in printed
     assert "packages found: flash_attn_4" in printed
 
 
@@ -71,7 +72,7 @@ def test_info_json_says_the_same(only_h200: None, capsys: pytest.CaptureFixture[
         name: ("yes" if each["available"] else "no", each["reason"]) for name, each in device["verdicts"].items()
     }
     assert verdicts == {name: (answer, reason) for name, answer, reason in H200.summary()}
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == metadata.version("torch")
     assert {"triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes"} <= report["versions"].keys()
 
 

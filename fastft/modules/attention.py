@@ -21,6 +21,7 @@ from ..errors import FastftError, PackingError
 from ..ops.attention import resolve, varlen_attention
 from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
+from .dynamo import treat_as_constants
 from .projection import project
 from .state import ATTRIBUTE, ModelState, state_of
 
@@ -56,6 +57,7 @@ def register() -> None:
     """Makes the name "fastft" known to transformers. Harmless to other models, and to be repeated."""
     AttentionInterface.register(NAME, fastft_attention)
     AttentionMaskInterface.register(NAME, fastft_mask)
+    treat_as_constants(AttentionName)
 
 
 def _previous(config: Any) -> str:

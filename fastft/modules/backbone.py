@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import PackingError, UnsupportedModelError
 from ..packing import PackedSequences
 from .attention import AttentionName
+from .dynamo import is_exporting
 from .state import ModelState, ModuleState, state_of
 
 # Why a batch goes the stock way although boundaries may have come with it.
@@ -27,7 +28,7 @@ def announce_packing(
     is synchronised. A cache makes no sense for it and is turned off. Every other batch passes through unchanged.
     """
     state = state_of(module)
-    if state is None or torch.compiler.is_exporting():
+    if state is None or is_exporting():
         return None
     decoding = kwargs.get("past_key_values") is not None
     told = kwargs.get("packed_sequences") is not None or kwargs.get("cu_seq_lens_q") is not None

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from interpreter import needs_interpreter
 from patch_cases import attention_calls, counters, skipped_reasons, snapshot, train_step
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
@@ -175,6 +176,7 @@ def test_a_model_loaded_with_fastfts_own_name() -> None:
 _ASK_FOR_TRITON = """
 import sys
 sys.path.insert(0, "tests")
+from interpreter import needs_interpreter
 from tiny_models import packed_batch, tiny_model
 import fastft
 for option in ("rope", "rms_norm"):
@@ -190,7 +192,7 @@ for option in ("rope", "rms_norm"):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.parametrize("interpreter", ["0", "1"])
+@pytest.mark.parametrize("interpreter", ["0", pytest.param("1", marks=needs_interpreter)])
 def test_triton_by_name_on_a_cpu(interpreter: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": interpreter, "PYTHONPATH": os.getcwd()}
     result = subprocess.run(
