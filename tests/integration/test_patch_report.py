@@ -176,7 +176,6 @@ def test_a_model_loaded_with_fastfts_own_name() -> None:
 _ASK_FOR_TRITON = """
 import sys
 sys.path.insert(0, "tests")
-from interpreter import needs_interpreter
 from tiny_models import packed_batch, tiny_model
 import fastft
 for option in ("rope", "rms_norm"):
