@@ -26,17 +26,13 @@ def run_kernels_as_a_gpu_would(request: pytest.FixtureRequest, monkeypatch: pyte
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """A list that gets the constants of every kernel launch of the test."""
     launches: list[dict] = []
-    kernel = launch.rope_kernel
+    launched = launch._launch
 
-    class Recording:
-        def __getitem__(self, grid):
-            def run(*args, **kwargs):
-                launches.append(kwargs)
-                return kernel[grid](*args, **kwargs)
+    def recording(programs, pointers, numbers, constants):
+        launches.append(constants)
+        launched(programs, pointers, numbers, constants)
 
-            return run
-
-    monkeypatch.setattr(launch, "rope_kernel", Recording())
+    monkeypatch.setattr(launch, "_launch", recording)
     return launches
 
 

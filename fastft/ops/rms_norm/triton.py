@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ...capability import probe
 from ..kept import KeptTensors
+from ..launching import Launcher
 
 # 4096 elements a tile and 4 warps are 32 elements a thread: four 16-byte loads of each 16-bit operand in flight.
 TILE_ELEMENTS = 4096
@@ -178,6 +179,9 @@ def _row_stride(tensor: torch.Tensor) -> int | None:
     return hidden_size if row_stride is None else row_stride
 
 
+_launch_fwd, _launch_bwd = Launcher(_rms_norm_fwd_kernel), Launcher(_rms_norm_bwd_kernel)
+
+
 def _as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The tensor and its row stride; a contiguous copy where its rows lie at no single stride."""
     if tensor.is_contiguous():
@@ -209,10 +213,12 @@ def launch_forward(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     with _on_device(x):
-        _rms_norm_fwd_kernel[(triton.cdiv(num_rows, block_m),)](
-            x_rows, weight, y, rstd, x_row_stride, num_rows, eps,
-            H=hidden_size, ROUNDING=rounding, BLOCK_M=block_m, BLOCK_H=block_h,
-            LONG_INDEXING=num_rows * max(x_row_stride, hidden_size) > INT32_MAX, num_warps=num_warps,
+        _launch_fwd(
+            triton.cdiv(num_rows, block_m), (x_rows, weight, y, rstd), (x_row_stride, num_rows, eps),
+            {
+                "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
+                "LONG_INDEXING": num_rows * max(x_row_stride, hidden_size) > INT32_MAX, "num_warps": num_warps,
+            },
         )  # fmt: skip
     return y, rstd
 
@@ -240,11 +246,15 @@ def launch_backward(
         programs = min(programs, programs_per_sm * _sm_count(x.device))
         partials = torch.empty((programs, hidden_size), dtype=torch.float32, device=x.device)
     with _on_device(x):
-        _rms_norm_bwd_kernel[(programs,)](
-            dy_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials,
-            dy_row_stride, x_row_stride, num_rows,
-            H=hidden_size, ROUNDING=rounding, BLOCK_M=block_m, BLOCK_H=block_h,
-            LONG_INDEXING=num_rows * max(x_row_stride, dy_row_stride, hidden_size) > INT32_MAX, num_warps=num_warps,
+        _launch_bwd(
+            programs,
+            (dy_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials),
+            (dy_row_stride, x_row_stride, num_rows),
+            {
+                "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
+                "LONG_INDEXING": num_rows * max(x_row_stride, dy_row_stride, hidden_size) > INT32_MAX,
+                "num_warps": num_warps,
+            },
         )  # fmt: skip
     if partials is None or weight is None:
         return dx, None

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..launching import Launcher
 from .geometry import Layout, fold_tokens, head_view, layout_of, needs_long_indexing, reach, token_strides
 from .triton import Tile, rope_kernel, specialise
 
 _CURRENT = nullcontext()
+_launch = Launcher(rope_kernel)
 
 
 def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -28,7 +30,7 @@ def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
 class LaunchPlan(NamedTuple):
     """All that a launch needs besides pointers."""
 
-    grid: tuple[int]
+    programs: int
     integers: tuple[int, ...]  # sizes and strides, in the kernel's order
     constexprs: dict[str, Any]
 
@@ -74,7 +76,7 @@ def plan_launch(
     q_strides, k_strides = strides if num_k_heads else (strides[0], (0, 0, 0, 0))
     angle_tokens, position_tokens = (per_token, (0, 0)) if positions is None else ((0, angle_strides[0]), per_token)
     return LaunchPlan(
-        (batch * -(-length // constexprs["BLOCK_T"]),),
+        batch * -(-length // constexprs["BLOCK_T"]),
         (length, angle_sizes[0], *q_strides, *k_strides, *angle_tokens, angle_dim, *position_tokens),
         constexprs,
     )
@@ -118,5 +120,5 @@ def rotate(
     )  # fmt: skip
     q, k, q_out, k_out = (*tensors, *outs) if len(tensors) > 1 else (tensors[0], None, outs[0], None)
     with _device_of(tensors[0]):
-        rope_kernel[plan.grid](q, k, q_out, k_out, cos, sin, position_ids, *plan.integers, **plan.constexprs)
+        _launch(plan.programs, (q, k, q_out, k_out, cos, sin, position_ids), plan.integers, plan.constexprs)
     return outs

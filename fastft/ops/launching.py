@@ -1,0 +1,63 @@
+"""Launches of Triton kernels without the host time that looking up a specialisation takes.
+
+`kernel[grid](...)` binds, classifies and hashes every argument on every launch, in Python. A training step repeats the
+same few launches for every layer, so the compiled kernel is remembered here, and launched directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+# What Triton specialises a kernel for: whether a pointer is a multiple of this many bytes.
+_ALIGNMENT = 16
+# The number of tokens is part of what is remembered and differs from batch to batch.
+_MOST_REMEMBERED = 1024
+
+
+class Launcher:
+    """Launches one kernel, by Triton's own way the first time and whenever an argument differs.
+
+    Args:
+        kernel: decorated by `triton.jit`; its parameters are pointers, then numbers, then constexprs.
+    """
+
+    __slots__ = ("_compiled", "_kernel")
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        pointers: Sequence[torch.Tensor | None],
+        numbers: tuple[float, ...],
+        constants: Mapping[str, Any],
+    ) -> None:
+        """Launch on the current device, which is the tensors'.
+
+        Args:
+            programs: size of the one-dimensional grid.
+            pointers: in the kernel's order; the first is not None.
+            numbers: in the kernel's order.
+            constants: constexprs and launch options (num_warps ...), always in the same order.
+        """
+        first = pointers[0]
+        assert first is not None
+        kinds = [None if x is None else (x.dtype, x.data_ptr() % _ALIGNMENT) for x in pointers]
+        key = (first.get_device(), *kinds, numbers, *constants.values())
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, constexprs = known
+            compiled[programs, 1, 1](*pointers, *numbers, *constexprs)
+            return
+        compiled = self._kernel[(programs,)](*pointers, *numbers, **constants)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        if len(self._compiled) >= _MOST_REMEMBERED:
+            self._compiled.clear()
+        constexprs = tuple(constants[name] for name in self._kernel.arg_names if name in constants)
+        self._compiled[key] = (compiled, constexprs)
