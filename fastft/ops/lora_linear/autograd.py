@@ -13,7 +13,7 @@ Saved are x and t. Weights, and A and B in the dtype computed in, are kept on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,28 @@ from .casts import AdapterCasts, cast
 # write the output in place: to it, a view made inside a Function is a view of an input that it cannot follow.
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
-# The inputs of _LoRALinear before the weights, the biases, the As and the Bs.
-_LEADING = 4
+# The inputs of _LoRALinear before the trained parameters.
+_LEADING = 2
+
+
+class _Group(NamedTuple):
+    """A call apart from x. Only trained parameters are inputs of the Function as well: each input costs host time."""
+
+    weights: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+    lora_As: Sequence[torch.Tensor]
+    lora_Bs: Sequence[torch.Tensor]
+    scalings: Sequence[float]
+    dtype: torch.dtype
+    casts: AdapterCasts | None
+    trained: list[int]  # places in (*weights, *biases, *lora_As, *lora_Bs)
+
+    def needs(self, needs_input_grad: Sequence[bool]) -> tuple[list[bool], list[bool], list[bool], list[bool]]:
+        """Whether each weight, bias, A and B needs its gradient."""
+        needs = [False] * (4 * len(self.weights))
+        for place, need in zip(self.trained, needs_input_grad[_LEADING:], strict=True):
+            needs[place] = need
+        return _quarters(needs)
 
 
 def lora_linear_group(
@@ -41,20 +61,16 @@ def lora_linear_group(
     casts: AdapterCasts | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See `fastft.ops.lora_linear.lora_linear_group`; dtype is the one to compute in, x not empty, nothing checked."""
-    return _LoRALinear.apply(x, dtype, scalings, casts, *weights, *biases, *lora_As, *lora_Bs)
+    parameters = (*weights, *biases, *lora_As, *lora_Bs)
+    trained = [place for place, tensor in enumerate(parameters) if tensor is not None and tensor.requires_grad]
+    group = _Group(weights, biases, lora_As, lora_Bs, scalings, dtype, casts, trained)
+    return _LoRALinear.apply(x, group, *[parameters[place] for place in trained])
 
 
 class _LoRALinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        dtype: torch.dtype,
-        scalings: Sequence[float],
-        casts: AdapterCasts | None,
-        *parameters: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        weights, biases, lora_As, lora_Bs = _quarters(parameters)
+    def forward(ctx: Any, x: torch.Tensor, group: _Group, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, biases, lora_As, lora_Bs, scalings, dtype, casts, _ = group
         rows = _rows(x, dtype)
         A, Bs = cast(lora_As, lora_Bs, dtype) if casts is None else casts.get(lora_As, lora_Bs, dtype)
         ranks = [lora_A.shape[0] for lora_A in lora_As]
@@ -67,15 +83,14 @@ class _LoRALinear(torch.autograd.Function):
             y = y.addmm_(part, B.t()) if in_place else torch.addmm(y, part, B.t())
             outputs.append(y if len(lead) == 1 else _unsafe_view(y, (*lead, y.shape[-1])))
 
-        needs_weight, _, needs_A, needs_B = (any(needs) for needs in _quarters(ctx.needs_input_grad[_LEADING:]))
         needs_x = ctx.needs_input_grad[0]
+        needs_weight, _, needs_A, needs_B = map(any, group.needs(ctx.needs_input_grad))
         ctx.save_for_backward(x if needs_A or needs_weight else None, t if needs_B else None)
         ctx.adapters = (A, Bs) if needs_x or needs_A else None
         ctx.weights = KeptTensors(weights) if needs_x else None
         ctx.set_materialize_grads(False)
-        ctx.scalings, ctx.ranks, ctx.dtype = scalings, ranks, dtype
+        ctx.group, ctx.ranks = group, ranks
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
         return tuple(outputs)
 
     @staticmethod
@@ -92,20 +107,21 @@ class _LoRALinear(torch.autograd.Function):
 def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     """Of all inputs, in their order. An output that nobody used has no incoming gradient, and costs nothing."""
     x, t = ctx.saved_tensors
-    count, dtype = len(dys), ctx.dtype
-    needs_weight, needs_bias, needs_A, needs_B = _quarters(ctx.needs_input_grad[_LEADING:])
-    weight_dtypes, bias_dtypes, A_dtypes, B_dtypes = _quarters(ctx.dtypes)
+    group, count = ctx.group, len(dys)
+    dtype = group.dtype
+    needs_x = ctx.needs_input_grad[0]
+    needs_weight, needs_bias, needs_A, needs_B = group.needs(ctx.needs_input_grad)
     used = [(i, _rows(dy, dtype)) for i, dy in enumerate(dys) if dy is not None]
     ranks = [ctx.ranks[i] for i, _ in used]
-    needs_x, needs_any_A = ctx.needs_input_grad[0], any(needs_A[i] for i, _ in used)
+    needs_any_A = any([needs_A[i] for i, _ in used])
 
     dx = None
     none: list[torch.Tensor | None] = [None] * count
-    dweights, dbiases, dAs, dBs = (none.copy() for _ in range(4))
+    dweights, dbiases, dAs, dBs = none.copy(), none.copy(), none.copy(), none.copy()
     if used and (needs_x or needs_any_A):
         in_place = not torch._C._len_torch_dispatch_stack()
         A, Bs = ctx.adapters
-        g = _scaled_mms([(dy, Bs[i], ctx.scalings[i]) for i, dy in used], in_place)
+        g = _scaled_mms([(dy, Bs[i], group.scalings[i]) for i, dy in used], in_place)
         if needs_x:
             weights = ctx.weights.unchanged()
             if len(used) < count:
@@ -116,17 +132,22 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
     if needs_any_A or any(needs_weight):
         rows = _rows(x, dtype)
     if needs_any_A:
-        dA = _mm_to(g.t(), rows, _common([A_dtypes[i] for i, _ in used]))
+        dtypes = [group.lora_As[i].dtype for i, _ in used]
+        dA = _mm_to(g.t(), rows, _common(dtypes))
         # Views would keep each other from being written in place, and their base alive.
         parts = (dA,) if len(ranks) == 1 else torch.unsafe_split_with_sizes(dA, ranks)
-        for (i, _), part in zip(used, parts, strict=True):
-            dAs[i] = _to(part, A_dtypes[i]) if needs_A[i] else None
+        for (i, _), part, A_dtype in zip(used, parts, dtypes, strict=True):
+            dAs[i] = _to(part, A_dtype) if needs_A[i] else None
     ts = _columns(t, ctx.ranks) if any(needs_B) else ()
     for i, dy in used:
-        dBs[i] = _mm_to(dy.t(), ts[i], B_dtypes[i]) if needs_B[i] else None
-        dweights[i] = _mm_to(dy.t(), rows, weight_dtypes[i]) if needs_weight[i] else None
-        dbiases[i] = dy.sum(0, dtype=bias_dtypes[i]) if needs_bias[i] else None
-    return dx, None, None, None, *dweights, *dbiases, *dAs, *dBs
+        if needs_B[i]:
+            dBs[i] = _mm_to(dy.t(), ts[i], group.lora_Bs[i].dtype)
+        if needs_weight[i]:
+            dweights[i] = _mm_to(dy.t(), rows, group.weights[i].dtype)
+        if needs_bias[i]:
+            dbiases[i] = dy.sum(0, dtype=group.biases[i].dtype)
+    gradients = (*dweights, *dbiases, *dAs, *dBs)
+    return dx, None, *[gradients[place] for place in group.trained]
 
 
 def _quarters(items: Any) -> tuple[Any, Any, Any, Any]:
