@@ -68,13 +68,15 @@ def varlen_attention(
     _check_options(window_size, dropout)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    engine = _ENGINES[resolve(impl, q.device, q.dtype, q.shape[-1], dropout > 0).impl]
+    impl = resolve(impl, q.device, q.dtype, q.shape[-1], dropout > 0).impl
+    engine = _ENGINES[impl]
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "dropout": dropout,
     }  # fmt: skip
-    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):  # autocast knows no meta device
+    # Autocast would change the dtype behind the choice just made. It knows no meta device, and casts nothing in "fa2".
+    if impl == "fa2" or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return engine(q, k, v, packed, **options)
-    with torch.autocast(q.device.type, enabled=False):  # it would change the dtype behind the choice just made
+    with torch.autocast(q.device.type, enabled=False):
         return engine(q, k, v, packed, **options)
 
 
