@@ -82,14 +82,21 @@ def why_not_packable(backbone: nn.Module) -> str:
     optional = "use_bidirectional_attention" in words and not bidirectional  # Gemma3: the rule is for that case only
     if any(rule in words for rule in _MASK_RULES) and not optional:
         return f"the masks of {name} have further rules, which a packed batch would lose"
-    windowed = "create_sliding_window_causal_mask" in words
+    windowed = "create_sliding_window_causal_mask" in words and _has_window(config)
+    shares = getattr(config, "num_kv_shared_layers", None) != 0
     for module in attention.values():
         heard = _words(type(module).forward)
         if windowed and "sliding_window" not in heard:
             return f"{type(module).__name__} does not tell its attention the sliding window"
-        if any("kv_shared" in word or "shared_kv" in word for word in heard):
+        if shares and any("kv_shared" in word or "shared_kv" in word for word in heard):
             return f"layers of {name} share keys and values"
     return _why_not_reached(backbone, attention) or _other_mixer(backbone, attention)
+
+
+def _has_window(config: Any) -> bool:
+    """Whether a layer has a sliding window: by the types of the layers, where a config names them."""
+    types = getattr(config, "layer_types", None)
+    return any("sliding" in each for each in types) if types else getattr(config, "sliding_window", None) is not None
 
 
 def why_not_bindable(module: nn.Module, kind: str, family: FamilySpec) -> str:
