@@ -64,7 +64,7 @@ def module_name(path: Path) -> str:
 
 def room_of(module: str) -> str:
     parts = module.split(".")
-    if parts[0] == "ops" and len(parts) > 1 and parts[1] not in ("selection", "kept", "launching"):
+    if parts[0] == "ops" and len(parts) > 1 and parts[1] not in ("first_order", "kept", "launching", "selection"):
         return ".".join(parts[:2])
     return parts[0]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..errors import UnsupportedOptionError
-from ..ops.lora_linear import AdapterCasts
+from ..ops.lora_linear import AUTOCAST_DTYPES, AdapterCasts
 from ..ops.lora_linear.autograd import lora_linear_group
 
 # Why a projection without an adapter is not fused: there is nothing to fuse.
@@ -25,7 +25,6 @@ NOT_LORA = "not a LoRA linear layer of PEFT"
 
 _PLACES = ("the LoRA layer", "base_layer", "lora_A", "lora_B", "lora_dropout")
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-_AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _Linear, _Identity, _Parameter = nn.Linear, nn.Identity, nn.Parameter  # read several times a projection
 
 
@@ -90,7 +89,9 @@ class LoRAProjector:
         if not layers or isinstance(facts, str):
             return [module(x) for module in modules], reasons
         weights, biases, As, Bs, scalings = zip(*layers, strict=True)
-        fused = iter(lora_linear_group(x, weights, biases, As, Bs, scalings, facts.compute_dtype, self._casts))
+        # A forward without gradients has no recomputation; what it sees may be other values, put in for the moment.
+        casts = self._casts if torch.is_grad_enabled() else None
+        fused = iter(lora_linear_group(x, weights, biases, As, Bs, scalings, facts.compute_dtype, casts))
         if len(layers) == len(modules):
             return list(fused), reasons
         pairs = zip(modules, reasons, strict=True)
@@ -136,7 +137,7 @@ def _input_facts(x: torch.Tensor) -> _InputFacts | str:
     autocast = torch.is_autocast_enabled(kind)
     if not autocast:
         return _InputFacts(lora_layer.Linear, device, dtype, False, dtype)
-    if dtype not in _AUTOCAST_DTYPES:
+    if dtype not in AUTOCAST_DTYPES:
         return "a dtype that autocast does not cast"
     return _InputFacts(lora_layer.Linear, device, dtype, True, torch.get_autocast_dtype(kind))
 
@@ -260,7 +261,7 @@ def _dtype_reason(dtypes: tuple[torch.dtype, ...], casts_input: bool, facts: _In
     if not facts.autocast:
         # PEFT would compute the update in the adapter's dtype, and add it to an output of the base's.
         return "" if dtypes.count(facts.dtype) == len(dtypes) else "dtypes differ, and autocast is off"
-    if not _AUTOCAST_DTYPES.issuperset(dtypes):
+    if not AUTOCAST_DTYPES.issuperset(dtypes):
         return "a dtype that autocast does not cast"
     # PEFT rounds x to A's dtype on the way to autocast's, which is the same only if nothing is lost there.
     A_dtype = dtypes[1]

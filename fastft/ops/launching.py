@@ -37,7 +37,7 @@ class Launcher:
         numbers: tuple[float, ...],
         constants: Mapping[str, Any],
     ) -> None:
-        """Launch on the current device, which is the tensors'.
+        """Launch on the tensors' own device.
 
         Args:
             programs: size of the one-dimensional grid.
@@ -47,8 +47,23 @@ class Launcher:
         """
         first = pointers[0]
         assert first is not None
+        device = first.get_device()
+        # Triton launches on the current device, which need not be the tensors'; switching costs, so only when needed.
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._launch(device, programs, pointers, numbers, constants)
+        return self._launch(device, programs, pointers, numbers, constants)
+
+    def _launch(
+        self,
+        device: int,
+        programs: int,
+        pointers: Sequence[torch.Tensor | None],
+        numbers: tuple[float, ...],
+        constants: Mapping[str, Any],
+    ) -> None:
         kinds = [None if x is None else (x.dtype, x.data_ptr() % _ALIGNMENT) for x in pointers]
-        key = (first.get_device(), *kinds, numbers, *constants.values())
+        key = (device, *kinds, numbers, *constants.values())
         known = self._compiled.get(key)
         if known is not None:
             compiled, constexprs = known

@@ -106,6 +106,13 @@ def test_expanded_gradient(engine):
     case.assert_within_budget(impl, case.run(impl))
 
 
+def test_a_gradient_that_starts_anywhere(engine):
+    impl, device, dtype = engine
+    case = make_case((19, 5, 40), dtype=dtype, device=device)
+    anywhere = torch.empty(case.grad.numel() + 1, dtype=dtype, device=device)[1:].view_as(case.grad).copy_(case.grad)
+    case.assert_within_budget(impl, replace(case, grad=anywhere).run(impl))
+
+
 @pytest.mark.parametrize("window_size", [(None, None), (100, None), (50, 70)])
 def test_documents_longer_than_a_block_of_queries(engine, window_size, monkeypatch):
     monkeypatch.setattr(reference, "_QUERY_BLOCK", 64)

@@ -143,7 +143,7 @@ def test_fused_projections_are_read_in_place_and_odd_ones_copied(stand_in, monke
     monkeypatch.setattr(fa2, "_aligned", lambda x: copies.append(original(x) is not x) or original(x))
     for layout, copied in {"fused": False, "transposed": False, "odd": True}.items():
         run(make_case((19, 5), head_dim=64, layout=layout, dtype=torch.bfloat16))
-        assert copies == [copied] * 6, layout
+        assert copies == [copied] * 3 + [False] + [copied] * 3, layout  # q, k, v; then the gradient, q, k, v
         copies.clear()
 
 
@@ -163,6 +163,17 @@ def test_expanded_gradient(stand_in):
     case = make_case((19, 5), dtype=torch.bfloat16)
     case = replace(case, grad=torch.ones((), dtype=torch.bfloat16).expand(case.q.shape))
     case.assert_within_budget("fa2", run(case))
+
+
+def test_a_gradient_that_starts_anywhere_is_copied(stand_in, monkeypatch):
+    case = make_case((19, 5), head_dim=64, dtype=torch.bfloat16)
+    anywhere = torch.empty(case.grad.numel() + 1, dtype=torch.bfloat16)[1:].view_as(case.grad).copy_(case.grad)
+    copies = []
+    original = fa2._aligned
+    monkeypatch.setattr(fa2, "_aligned", lambda x: copies.append(original(x) is not x) or original(x))
+    case = replace(case, grad=anywhere)
+    case.assert_within_budget("fa2", run(case))
+    assert copies == [False] * 3 + [True] + [False] * 3
 
 
 # ------------------------------------------------------------------------------------------------ tracing

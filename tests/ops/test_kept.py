@@ -49,13 +49,15 @@ def test_ops_save_activations_only() -> None:
     assert _saved_by(lambda: rope_qk(q, q, angles, angles, impl="triton")) == []
 
 
-@pytest.mark.parametrize("changed", ["weight", "norm", "cos"])
+@pytest.mark.parametrize("changed", ["weight", "lora_A", "lora_B", "norm", "cos"])
 def test_backward_refuses_changed_parameters(changed: str) -> None:
     x = torch.randn(5, 8, requires_grad=True)
     weight, norm, cos = torch.randn(8, 8), torch.ones(8), torch.randn(5, 2)
-    y = lora_linear(x, weight, None, torch.randn(2, 8, requires_grad=True), torch.randn(8, 2), 0.5)
+    lora_A, lora_B = torch.randn(2, 8, requires_grad=True), torch.randn(8, 2)
+    y = lora_linear(x, weight, None, lora_A, lora_B, 0.5)
     z = rms_norm(y, norm, 1e-6, impl="triton")
     out, _ = rope_qk(z.view(5, 2, 4), z.view(5, 2, 4), cos, cos, impl="triton")
-    {"weight": weight, "norm": norm, "cos": cos}[changed].add_(1)
+    with torch.no_grad():
+        {"weight": weight, "lora_A": lora_A, "lora_B": lora_B, "norm": norm, "cos": cos}[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...packing import PackedSequences
+from ..first_order import first_order
 
 # FlashAttention-2 wants head dimensions that are multiples of 8 and at most 256.
 HEAD_DIM_MULTIPLE = 8
@@ -80,7 +81,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     boundaries = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = {"scale": softmax_scale, "window_size_left": window_left, "window_size_right": window_right}
-    q, k, v = map(_aligned, (q, k, v))
+    grad, q, k, v = map(_aligned, (grad, q, k, v))
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *boundaries, dropout, causal, rng_state, unused, **options
     )
@@ -133,7 +134,7 @@ class _FlashAttnVarlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward_operator(

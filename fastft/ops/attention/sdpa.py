@@ -59,7 +59,18 @@ def varlen_attention_sdpa(
                 scale=softmax_scale,
             )
             parts.append(out[0, :, :, :head_dim].transpose(0, 1))
-    return torch.cat(parts) if parts else q.new_empty(q.shape) + 0 * (q.sum() + k.sum() + v.sum())
+    if not parts:
+        return q.new_empty(q.shape) + 0 * (q.sum() + k.sum() + v.sum())
+    out = torch.cat(parts)
+    if out.requires_grad:
+        out.register_hook(_aligned_gradient)
+    return out
+
+
+def _aligned_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None or grad.device.type != "cuda" or not grad.data_ptr() % _ALIGNMENT:
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from . import autograd, reference
 from .casts import AdapterCasts
 
 # Autocast casts these, and leaves fp64 alone.
-_AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
-_DTYPES = _AUTOCAST_DTYPES | {torch.float64}
+AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_DTYPES = AUTOCAST_DTYPES | {torch.float64}
 
 
 def lora_linear(
@@ -171,8 +171,8 @@ def _compute_dtype(
 ) -> torch.dtype:
     device, dtype = x.device, x.dtype
     kind = device.type
-    autocast = dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(kind)
-    allowed = _AUTOCAST_DTYPES if autocast else (dtype,)
+    autocast = dtype in AUTOCAST_DTYPES and torch.is_autocast_enabled(kind)
+    allowed = AUTOCAST_DTYPES if autocast else (dtype,)
     if dtype not in _DTYPES:
         raise KernelInputError(f"lora_linear: x has dtype {dtype}; give it fp16, bf16, fp32 or fp64")
     for name, tensor in (("weight", weight), ("bias", bias), ("lora_A", lora_A), ("lora_B", lora_B)):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from ..first_order import first_order
 from ..kept import KeptTensors
 from .casts import AdapterCasts, cast
 
@@ -86,7 +86,7 @@ class _LoRALinear(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0]
         needs_weight, _, needs_A, needs_B = map(any, group.needs(ctx.needs_input_grad))
         ctx.save_for_backward(x if needs_A or needs_weight else None, t if needs_B else None)
-        ctx.adapters = (A, Bs) if needs_x or needs_A else None
+        ctx.adapters = KeptTensors((A, *Bs)) if needs_x or needs_A else None
         ctx.weights = KeptTensors(weights) if needs_x else None
         ctx.set_materialize_grads(False)
         ctx.group, ctx.ranks = group, ranks
@@ -94,7 +94,7 @@ class _LoRALinear(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order("lora")
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # Autocast around backward would lower GEMMs that forward ran in a wider dtype.
         kind = next((dy.device.type for dy in dys if dy is not None), None)
@@ -120,7 +120,7 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
     dweights, dbiases, dAs, dBs = none.copy(), none.copy(), none.copy(), none.copy()
     if used and (needs_x or needs_any_A):
         in_place = not torch._C._len_torch_dispatch_stack()
-        A, Bs = ctx.adapters
+        A, *Bs = ctx.adapters.unchanged()
         g = _scaled_mms([(dy, Bs[i], group.scalings[i]) for i, dy in used], in_place)
         if needs_x:
             weights = ctx.weights.unchanged()

@@ -3,7 +3,8 @@
 A copy is used again by the recomputation of a checkpointed forward, during backward, and by nothing else: every other
 forward makes new ones. `_version` would not tell when they are out of date. Fused optimizers (the default of Hugging
 Face's Trainer), CUDA graphs and writes through `.data` change a parameter without counting its version up. What is
-sure is that nothing may change between a forward and its recomputation.
+sure is that nothing may change between a forward and its recomputation; so the copies of the last forward serve, unless
+two forwards with gradients saw different values of one adapter before the backward of the first.
 """
 
 from __future__ import annotations

@@ -19,16 +19,15 @@ in registers; with a frozen one there is one program a tile and nothing is summe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 from ...capability import probe
+from ..first_order import first_order
 from ..kept import KeptTensors
 from ..launching import Launcher
 
@@ -190,13 +189,6 @@ def _as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (tensor.contiguous(), tensor.shape[-1]) if row_stride is None else (tensor, row_stride)
 
 
-def _on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's; switching costs, so only when needed."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
-
-
 def launch_forward(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str, config: LaunchConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,14 +204,13 @@ def launch_forward(
             dtype = torch.promote_types(weight.dtype, dtype)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    with _on_device(x):
-        _launch_fwd(
-            triton.cdiv(num_rows, block_m), (x_rows, weight, y, rstd), (x_row_stride, num_rows, eps),
-            {
-                "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
-                "LONG_INDEXING": num_rows * max(x_row_stride, hidden_size) > INT32_MAX, "num_warps": num_warps,
-            },
-        )  # fmt: skip
+    _launch_fwd(
+        triton.cdiv(num_rows, block_m), (x_rows, weight, y, rstd), (x_row_stride, num_rows, eps),
+        {
+            "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
+            "LONG_INDEXING": num_rows * max(x_row_stride, hidden_size) > INT32_MAX, "num_warps": num_warps,
+        },
+    )  # fmt: skip
     return y, rstd
 
 
@@ -245,17 +236,16 @@ def launch_backward(
     if needs_dweight:
         programs = min(programs, programs_per_sm * _sm_count(x.device))
         partials = torch.empty((programs, hidden_size), dtype=torch.float32, device=x.device)
-    with _on_device(x):
-        _launch_bwd(
-            programs,
-            (dy_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials),
-            (dy_row_stride, x_row_stride, num_rows),
-            {
-                "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
-                "LONG_INDEXING": num_rows * max(x_row_stride, dy_row_stride, hidden_size) > INT32_MAX,
-                "num_warps": num_warps,
-            },
-        )  # fmt: skip
+    _launch_bwd(
+        programs,
+        (dy_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials),
+        (dy_row_stride, x_row_stride, num_rows),
+        {
+            "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
+            "LONG_INDEXING": num_rows * max(x_row_stride, dy_row_stride, hidden_size) > INT32_MAX,
+            "num_warps": num_warps,
+        },
+    )  # fmt: skip
     if partials is None or weight is None:
         return dx, None
     return dx, partials.sum(0).to(weight.dtype)
@@ -271,7 +261,7 @@ class _RMSNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order("rms_norm")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, rstd = ctx.saved_tensors
         (weight,) = ctx.weight.unchanged()

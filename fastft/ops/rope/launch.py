@@ -1,4 +1,4 @@
-"""Launches the RoPE kernel: folded strides, index width, the tensor's own device.
+"""Launches the RoPE kernel: folded strides, index width.
 
 A launch takes q and k, or only one of them (a gradient that is None costs nothing), in place or into new tensors.
 """
@@ -6,7 +6,6 @@ A launch takes q and k, or only one of them (a gradient that is None costs nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,15 +15,7 @@ from ..launching import Launcher
 from .geometry import Layout, fold_tokens, head_view, layout_of, needs_long_indexing, reach, token_strides
 from .triton import Tile, rope_kernel, specialise
 
-_CURRENT = nullcontext()
 _launch = Launcher(rope_kernel)
-
-
-def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _CURRENT
-    return torch.cuda.device(x.device)
 
 
 class LaunchPlan(NamedTuple):
@@ -119,6 +110,5 @@ def rotate(
         tile=tile, long_indexing=long_indexing,
     )  # fmt: skip
     q, k, q_out, k_out = (*tensors, *outs) if len(tensors) > 1 else (tensors[0], None, outs[0], None)
-    with _device_of(tensors[0]):
-        _launch(plan.programs, (q, k, q_out, k_out, cos, sin, position_ids), plan.integers, plan.constexprs)
+    _launch(plan.programs, (q, k, q_out, k_out, cos, sin, position_ids), plan.integers, plan.constexprs)
     return outs
