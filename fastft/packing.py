@@ -44,6 +44,27 @@ class PackedSequences:
     def __init__(
         self, cu_seqlens: torch.Tensor, cu_seqlens_host: tuple[int, ...] | None, max_seqlen: int, total_tokens: int
     ) -> None:
+        """Takes boundaries that are ready to use; the builders below make them.
+
+        Raises:
+            PackingError: they contradict each other. Boundaries that only a device knows are checked there, and stop at
+                a device assertion.
+        """
+        _check_boundaries(cu_seqlens, cu_seqlens_host, max_seqlen, total_tokens)
+        self._set(cu_seqlens, cu_seqlens_host, max_seqlen, total_tokens)
+
+    @classmethod
+    def _checked(
+        cls, cu_seqlens: torch.Tensor, cu_seqlens_host: tuple[int, ...] | None, max_seqlen: int, total_tokens: int
+    ) -> PackedSequences:
+        """Without looking at the boundaries again."""
+        made = object.__new__(cls)
+        made._set(cu_seqlens, cu_seqlens_host, max_seqlen, total_tokens)
+        return made
+
+    def _set(
+        self, cu_seqlens: torch.Tensor, cu_seqlens_host: tuple[int, ...] | None, max_seqlen: int, total_tokens: int
+    ) -> None:
         for name, value in (
             ("cu_seqlens", cu_seqlens),
             ("cu_seqlens_host", cu_seqlens_host),
@@ -61,7 +82,7 @@ class PackedSequences:
         raise AttributeError(f"PackedSequences is immutable; {name!r} cannot be deleted")
 
     def __reduce__(self) -> tuple[Callable[..., PackedSequences], tuple[Any, ...]]:
-        return PackedSequences, (self.cu_seqlens, self.cu_seqlens_host, self.max_seqlen, self.total_tokens)
+        return PackedSequences._checked, (self.cu_seqlens, self.cu_seqlens_host, self.max_seqlen, self.total_tokens)
 
     def __repr__(self) -> str:
         return (
@@ -86,7 +107,7 @@ class PackedSequences:
             raise PackingError(f"sequence lengths must not be negative, got {min(lengths)}; check the collator")
         kept = [int(length) for length in lengths if length]
         host = (0, *accumulate(kept))
-        return cls(_upload(host, torch.device(device)), host, max(kept, default=0), host[-1])
+        return cls._checked(_upload(host, torch.device(device)), host, max(kept, default=0), host[-1])
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, max_seqlen: int, total_tokens: int) -> PackedSequences:
@@ -102,40 +123,12 @@ class PackedSequences:
         Raises:
             PackingError: the shape or dtype is wrong, or (host boundaries) they contradict the batch.
         """
-        if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise PackingError(
-                f"cu_seqlens must be a non-empty 1-D int32 or int64 tensor, got shape {tuple(cu_seqlens.shape)} and "
-                f"{cu_seqlens.dtype}; it holds N + 1 boundaries from 0 to the number of tokens"
-            )
-        if cu_seqlens.device.type == "cpu":
-            return cls._from_host_boundaries(cu_seqlens.tolist(), int(max_seqlen), total_tokens, cu_seqlens.device)
-        lengths = cu_seqlens.diff()
-        valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total_tokens)
-        valid &= ((lengths >= 0) & (lengths <= max_seqlen)).all()
-        torch._assert_async(
-            valid, "fastft: cu_seqlens must rise from 0 to the number of tokens in steps of at most max_seqlen"
-        )
+        host = tuple(cu_seqlens.tolist()) if cu_seqlens.device.type == "cpu" and cu_seqlens.ndim == 1 else None
+        _check_boundaries(cu_seqlens, host, int(max_seqlen), total_tokens)
+        if host is not None:
+            return cls.from_lengths([end - start for start, end in pairwise(host)], cu_seqlens.device)
         with torch.inference_mode(False):  # a copy of our own: the collator may reuse its buffer
-            return cls(cu_seqlens.to(torch.int32, copy=True), None, int(max_seqlen), total_tokens)
-
-    @classmethod
-    def _from_host_boundaries(
-        cls, boundaries: list[int], max_seqlen: int, total_tokens: int, device: torch.device
-    ) -> PackedSequences:
-        lengths = [end - start for start, end in pairwise(boundaries)]
-        if boundaries[0] != 0 or boundaries[-1] != total_tokens:
-            raise PackingError(
-                f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, but the batch has tokens 0 to "
-                f"{total_tokens}; every token must belong to one sequence"
-            )
-        if min(lengths, default=0) < 0:
-            raise PackingError("cu_seqlens must not decrease; check the order of the boundaries")
-        if max(lengths, default=0) > max_seqlen:
-            raise PackingError(
-                f"a sequence has {max(lengths)} tokens, more than max_seqlen={max_seqlen}; attention would drop the "
-                "rest, so pass the length of the longest sequence"
-            )
-        return cls.from_lengths(lengths, device)
+            return cls._checked(cu_seqlens.to(torch.int32, copy=True), None, int(max_seqlen), total_tokens)
 
     @classmethod
     def from_position_ids(
@@ -221,7 +214,7 @@ class PackedSequences:
             moved = _upload(self.cu_seqlens_host, device)
         else:  # the host reads what arrives there, so it has to have arrived
             moved = self.cu_seqlens.to(device, non_blocking=non_blocking and device.type != "cpu")
-        return PackedSequences(moved, self.cu_seqlens_host, self.max_seqlen, self.total_tokens)
+        return PackedSequences._checked(moved, self.cu_seqlens_host, self.max_seqlen, self.total_tokens)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._lazy:
@@ -252,6 +245,39 @@ class PackedSequences:
         if right is not None:
             visible = visible & (key <= query + right)
         return visible[None, None]
+
+
+def _check_boundaries(
+    cu_seqlens: torch.Tensor, host: tuple[int, ...] | None, max_seqlen: int, total_tokens: int
+) -> None:
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise PackingError(
+            f"cu_seqlens must be a non-empty 1-D int32 or int64 tensor, got shape {tuple(cu_seqlens.shape)} and "
+            f"{cu_seqlens.dtype}; it holds N + 1 boundaries from 0 to the number of tokens"
+        )
+    if host is None and cu_seqlens.device.type == "cpu":
+        host = tuple(cu_seqlens.tolist())
+    if host is None:
+        lengths = cu_seqlens.diff()
+        valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total_tokens)
+        valid &= ((lengths >= 0) & (lengths <= max_seqlen)).all()
+        torch._assert_async(
+            valid, "fastft: cu_seqlens must rise from 0 to the number of tokens in steps of at most max_seqlen"
+        )
+        return
+    if len(host) != cu_seqlens.numel() or host[0] != 0 or host[-1] != total_tokens:
+        raise PackingError(
+            f"{cu_seqlens.numel()} cu_seqlens run from {host[0]} to {host[-1]}, but the batch has tokens 0 to "
+            f"{total_tokens}; every token must belong to one sequence"
+        )
+    lengths_on_host = [end - start for start, end in pairwise(host)]
+    if min(lengths_on_host, default=0) < 0:
+        raise PackingError("cu_seqlens must not decrease; check the order of the boundaries")
+    if max(lengths_on_host, default=0) > max_seqlen:
+        raise PackingError(
+            f"a sequence has {max(lengths_on_host)} tokens, more than max_seqlen={max_seqlen}; attention would drop "
+            "the rest, so pass the length of the longest sequence"
+        )
 
 
 def _upload(boundaries: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ def unread(*boundaries: int, longest: int | None = None) -> PackedSequences:
     """Boundaries that only the device knows, empty sequences included."""
     if longest is None:
         longest = max((end - start for start, end in pairwise(boundaries)), default=0)
-    return PackedSequences(torch.tensor(boundaries, dtype=torch.int32), None, longest, boundaries[-1])
+    return PackedSequences._checked(torch.tensor(boundaries, dtype=torch.int32), None, longest, boundaries[-1])
 
 
 @pytest.fixture

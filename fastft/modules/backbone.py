@@ -154,10 +154,10 @@ def _check_not_ignored(module: Any, kwargs: dict[str, Any], reason: str) -> None
 def _check_positions(position_ids: torch.Tensor | None, batch_size: int, length: int) -> None:
     if position_ids is None:
         return
-    if position_ids.shape[-1] != length:
+    if position_ids.ndim == 0 or position_ids.shape[-1] != length:
+        got = position_ids.shape[-1] if position_ids.ndim else "no row of"
         raise PackingError(
-            f"position_ids are for {position_ids.shape[-1]} tokens, the batch has {length} a row; the collator has to "
-            "extend both alike"
+            f"position_ids are for {got} tokens, the batch has {length} a row; the collator has to extend both alike"
         )
     if position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch_size):
         raise PackingError(
@@ -208,8 +208,9 @@ def _from_collator(shared: ModelState, kwargs: dict[str, Any], total_tokens: int
             f"{type(keys).__name__}; the collator has to make int32 tensors of them"
         )
     longest = kwargs.get("max_length_q")
-    if longest is None:
-        raise PackingError("cu_seq_lens_q came without max_length_q, the length of the longest sequence; pass both")
+    if not isinstance(longest, int | float | torch.Tensor):
+        came = "without max_length_q" if longest is None else f"with max_length_q={longest!r}"
+        raise PackingError(f"cu_seq_lens_q came {came}; pass the length of the longest sequence as a number")
     if keys is not None and keys is not cu_seqlens:
         on_host = keys.device.type == cu_seqlens.device.type == "cpu"  # elsewhere a comparison would wait
         if keys.shape != cu_seqlens.shape or (on_host and not torch.equal(keys, cu_seqlens)):
@@ -262,8 +263,9 @@ def _serves_whole_rows(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     the attention weights. A family that fastft does not know may draw more into its mask than causality."""
     state = state_of(module)
     known = state is not None and state.family is not None
+    training = module.training and torch.is_grad_enabled()  # a loop that decodes may do so in training mode
     recording = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
-    return known and module.training and not kwargs.get("use_cache") and not recording
+    return known and training and not kwargs.get("use_cache") and not recording
 
 
 def _row_boundaries(batch_size: int, length: int) -> tuple[int, ...]:

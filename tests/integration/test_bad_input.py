@@ -17,11 +17,11 @@ from packed_cases import (
     pair,
     separately,
 )
-from tiny_models import packed_batch
+from tiny_models import packed_batch, tiny_model
 
-from fastft import PackedSequences
+from fastft import PackedSequences, patch_model
 from fastft.config import PatchConfig
-from fastft.errors import PackingError, UnsupportedOptionError
+from fastft.errors import PackingError, UnsupportedModelError, UnsupportedOptionError
 from fastft.modules.attention import AttentionName, _WithConfig
 
 T = sum(LENGTHS)
@@ -285,3 +285,36 @@ def test_a_batch_of_no_tokens():
         assert logits.shape == (1, 0, 97)
         logits.sum().backward()
     assert attention_calls(model) == 6
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "host", "longest", "tokens", "words"),
+    [
+        ([0, 100], None, 100, T, "run from 0 to 100"),
+        ([0, 10], (0, 10), 10, T, "run from 0 to 10"),
+        ([0, 20, 10, T], None, T, T, "must not decrease"),
+        ([0, T], None, 3, T, "more than max_seqlen=3"),
+        ([0, 5, T], (0, T), T, T, "3 cu_seqlens run from"),
+    ],
+)
+def test_boundaries_made_by_hand_are_checked(boundaries, host, longest, tokens, words):
+    with pytest.raises(PackingError, match=words):
+        PackedSequences(torch.tensor(boundaries, dtype=torch.int32), host, longest, tokens)
+
+
+def test_positions_without_rows_and_lengths_that_are_no_numbers():
+    refuse("no row of tokens", input_ids=IDS, position_ids=torch.tensor(3))
+    refuse("max_length_q='x'", input_ids=IDS, **{**boundaries(0, T), "max_length_q": "x"})
+
+
+def test_replicas_of_data_parallel_are_refused():
+    """What nn.DataParallel does to each module, on one device: a shallow copy with other parameters."""
+    model = patch_model(tiny_model("llama"), lora=False)
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = child and replicas[child]
+        for name, parameter in module._parameters.items():
+            replica._parameters[name] = None if parameter is None else parameter.detach() * 3
+    with pytest.raises(UnsupportedModelError, match=r"nn\.DataParallel.*one process a GPU"):
+        replicas[model](input_ids=IDS)

@@ -80,3 +80,11 @@ def test_a_decoding_step_stays_one_graph():
         with torch.no_grad():
             results.append(step(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits)
     assert torch.equal(*results)
+
+
+def test_strict_export_of_a_patched_model():
+    stock, model = pair("llama")
+    stock.eval(), model.eval()
+    ids = packed_batch([6])["input_ids"]
+    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=True)
+    torch.testing.assert_close(exported.module()(input_ids=ids, use_cache=False)[0], stock(input_ids=ids)[0])

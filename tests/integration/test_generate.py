@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, packed_batch, tiny_model
 
 from fastft import patch_model
+from fastft.modules.attention import AttentionName
 
 NEW = 8
 MODES = {
@@ -117,3 +118,45 @@ def test_a_cache_of_the_callers_own_continues():
                 out = each(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
         results.append(out.logits)
     assert torch.equal(*results)
+
+
+def test_a_decoding_loop_in_training_mode_has_its_cache():
+    tokens = []
+    for model in pair("llama"):
+        ids, found = packed_batch([9])["input_ids"], []
+        with torch.no_grad():
+            out = model.train()(input_ids=ids)
+            for _ in range(6):
+                found.append(out.logits[:, -1:].argmax(-1))
+                out = model(input_ids=found[-1], past_key_values=out.past_key_values)
+        tokens.append(torch.cat(found, 1))
+    assert torch.equal(*tokens)
+
+
+def test_a_cache_asked_for_in_training_is_returned():
+    stock, model = pair("llama")
+    ids = packed_batch([9])["input_ids"]
+    got, expected = (each.train()(input_ids=ids, use_cache=True) for each in (model, stock))
+    assert torch.equal(got.logits, expected.logits) and got.past_key_values.get_seq_length() == 9
+    asked = [each.train()(input_ids=ids, output_attentions=True, use_cache=False).attentions for each in (model, stock)]
+    assert (asked[0] is None) == (asked[1] is None)
+
+
+def test_flash_attention_of_before_sees_its_own_name(monkeypatch):
+    """It asks the config which implementation it is; `fastft` is none that it knows."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def flash(module, query, *args, **kwargs):
+        seen.append(module.config._attn_implementation)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
+    _, model = pair("llama")
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == "fastft":
+            module.config._attn_implementation_internal = AttentionName("flash_attention_2")
+    with torch.no_grad():
+        model.eval()(input_ids=packed_batch([9])["input_ids"])
+    assert seen == ["flash_attention_2"] * 2

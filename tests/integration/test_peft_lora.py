@@ -276,6 +276,18 @@ def test_a_forward_of_its_own_runs(part):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_a_compiled_part_is_called(part):
+    """`module.compile()` leaves its forward alone and replaces the call."""
+    model, block = wrapped()
+    calls = []
+    for layer in (block.q_proj, block.o_proj):
+        target = PARTS[part](layer)
+        target._compiled_call_impl = lambda *args, call=target._call_impl: calls.append(1) or call(*args)
+    check(model, block, f"{part} has hooks or a forward of its own")
+    assert len(calls) == 4
+
+
 class TimesTwo(nn.Module):
     def forward(self, weight):
         return 2 * weight
