@@ -15,5 +15,6 @@ def treat_as_constants(cls: type[str]) -> None:
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which under plain torch.compile is True in 2.11."""
-    return torch.compiler.is_exporting() and not (_OLD and torch.compiler.is_dynamo_compiling())
+    """`torch.compiler.is_exporting()`. Dynamo of 2.11 takes that call for True in plain torch.compile as well; what the
+    function returns, it reads right."""
+    return torch.compiler._is_exporting_flag if _OLD else torch.compiler.is_exporting()
