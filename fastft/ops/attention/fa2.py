@@ -17,12 +17,11 @@ from torch import Tensor
 
 from ...packing import PackedSequences
 from ..first_order import first_order
+from .alignment import is_aligned
 
 # FlashAttention-2 wants head dimensions that are multiples of 8 and at most 256.
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
-# The kernels copy 16 bytes at a time and check no address.
-_ALIGNMENT = 16
 
 _FORWARD = (
     "flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, float dropout, "
@@ -37,10 +36,8 @@ _BACKWARD = (
 
 def _aligned(x: Tensor) -> Tensor:
     """x, or a copy of it whose rows all start on 16-byte boundaries."""
-    step = _ALIGNMENT // x.element_size()
-    if x.stride(0) % step or x.stride(1) % step or x.data_ptr() % _ALIGNMENT:
-        return x.clone()  # as empty_like would lay it out, so that the fake kernels tell the truth
-    return x
+    # A clone lies as empty_like would lay it out, so that the fake kernels tell the truth.
+    return x if is_aligned(x) else x.clone()
 
 
 def _forward(

@@ -10,12 +10,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...packing import PackedSequences
+from .alignment import BYTES, is_aligned
 from .reference import visible_keys
 
 _QUERY_BLOCK = 1024
-# The fused CUDA kernels read this many bytes at a time. For tensors that start elsewhere torch finds no kernel in fp32,
-# and in fp16 and bf16 it gives wrong numbers without an error (torch 2.11 on an H200).
-_ALIGNMENT = 16
 
 
 def varlen_attention_sdpa(
@@ -68,18 +66,19 @@ def varlen_attention_sdpa(
 
 
 def _aligned_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-    if grad is None or grad.device.type != "cuda" or not grad.data_ptr() % _ALIGNMENT:
+    if grad is None or grad.device.type != "cuda" or is_aligned(grad):
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] on CUDA with every row on a 16-byte boundary, if need be with zeros behind D, which add nothing."""
+    """x [T, H, D] on CUDA with every row on a 16-byte boundary, if need be with zeros behind D, which add nothing.
+
+    For other tensors torch finds no kernel in fp32, and in fp16 and bf16 it gives wrong numbers without an error (2.11).
+    """
     if x.device.type != "cuda":
         return x
-    step = _ALIGNMENT // x.element_size()
-    if x.shape[2] % step:
-        return torch.nn.functional.pad(x, (0, -x.shape[2] % step))
-    if x.data_ptr() % _ALIGNMENT or x.stride(0) % step or x.stride(1) % step or x.stride(2) != 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    padding = -x.shape[2] % (BYTES // x.element_size())
+    if padding:
+        return torch.nn.functional.pad(x, (0, padding))
+    return x if is_aligned(x) and x.stride(2) == 1 else x.clone(memory_format=torch.contiguous_format)
