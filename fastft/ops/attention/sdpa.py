@@ -74,7 +74,7 @@ def _aligned_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """x [T, H, D] on CUDA with every row on a 16-byte boundary, if need be with zeros behind D, which add nothing.
 
-    For other tensors torch finds no kernel in fp32, and in fp16 and bf16 it gives wrong numbers without an error (2.11).
+    For others torch (2.11) finds no kernel in fp32, and in fp16 and bf16 gives wrong numbers without an error.
     """
     if x.device.type != "cuda":
         return x
