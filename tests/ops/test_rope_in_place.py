@@ -333,9 +333,35 @@ def test_in_place_is_one_launch_and_leaves_no_copy_in_backward(device, monkeypat
     rotation = Rotation(device, "verdict", [], [])
     q, k = plain_3d(Projections(device), rotation)
     assert len(launches) == 1 and launches[0]["IN_PLACE"] and rotation.taken == ["in place"]
-    assert {"_RotateBothMarkQBackward", "_MarkKBackward"} == {q.grad_fn.name(), k.grad_fn.name()}
+    assert q.grad_fn is k.grad_fn and q.grad_fn.name() == "_RotateInPlaceBackward"
+    torch.autograd.backward((q, k), (torch.randn_like(q), torch.randn_like(k)))
+    assert len(launches) == 2  # one more for both gradients
     viewed, _ = viewed_as_heads(Projections(device), Rotation(device, "forced", [], []))
     assert viewed._base.grad_fn.name().endswith("CopySlices")  # what the verdict saves
+
+
+@pytest.mark.parametrize("views", ["q", "k", "qk"])
+def test_views_are_marked_one_by_one(device, views):
+    """Autograd lets a Function mark two tensors dirty, but no two views."""
+    case = make_case((5,), device=device)
+    leaves = {name: getattr(case, name).detach().clone().requires_grad_() for name in "qk"}
+    written = {name: (leaf * 1)[:] if name in views else leaf * 1 for name, leaf in leaves.items()}
+    q, k = rope_qk_(**written, cos=case.cos, sin=case.sin, impl="triton")
+    assert q.grad_fn is not k.grad_fn
+    torch.autograd.backward((q, k), (case.dq, case.dk))
+    expected = case.triton()
+    assert all(torch.equal(leaf.grad, expected[f"d{name}"]) for name, leaf in leaves.items())
+
+
+@pytest.mark.parametrize("unused", ["q", "k"])
+def test_in_place_with_one_output_unused(device, unused):
+    case = make_case((5,), device=device)
+    leaves = {name: getattr(case, name).detach().clone().requires_grad_() for name in "qk"}
+    q, k = rope_qk_(leaves["q"] * 1, leaves["k"] * 1, case.cos, case.sin, impl="triton")
+    used = "k" if unused == "q" else "q"
+    {"q": q, "k": k}[used].backward(getattr(case, f"d{used}"))
+    assert torch.equal(leaves[used].grad, case.triton()[f"d{used}"])
+    assert leaves[unused].grad is None or not leaves[unused].grad.any()
 
 
 @pytest.mark.parametrize("trained", ["q", "k"])

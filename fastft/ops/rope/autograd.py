@@ -1,11 +1,11 @@
 """Gradients of the RoPE kernel. A rotation is linear and its transpose is the inverse rotation, so backward is the
 same kernel with the sign of sin turned, and so is double backward.
 
-Out of place, one Function returns both tensors: one launch forward, one backward. In place, autograd refuses a
-Function that marks two views dirty, and a write it is not told about would go unnoticed by whoever saved the tensor.
-So one launch writes both, and two nodes with one output each account for it: the first launches and marks q dirty, the
-second marks k dirty and launches nothing. They take the tensors as they were produced, [..., H*D] included: a view made
-outside would put a CopySlices node, a copy of the whole gradient, into backward.
+One Function returns both tensors: one launch forward, one backward. In place it marks both dirty. Autograd refuses that
+for two views, and a write it is not told about would go unnoticed by whoever saved the tensor. So for views one launch
+writes both, and two nodes with one output each account for it: the first launches and marks q dirty, the second marks k
+dirty and launches nothing; backward then takes a launch each. The tensors come as they were produced, [..., H*D]
+included: a view made outside would put a CopySlices node, a copy of the whole gradient, into backward.
 
 Incoming gradients are only read, whatever their strides (expanded, transposed, shared): results go to new tensors.
 """
@@ -52,6 +52,29 @@ class _RotateQK(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Gradients:
         dq, dk = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return (*_backward(ctx, dq, dk), None, None, None, None)
+
+
+class _RotateInPlace(torch.autograd.Function):
+    """(q, k) -> the same tensors, rotated. Neither is a view, and either both require a gradient or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        rotation: Rotation,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _save(ctx, cos, sin, position_ids, rotation)
+        rotate((q, k), cos, sin, position_ids, **rotation._asdict(), in_place=True)
+        ctx.mark_dirty(q, k)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> Gradients:
         return (*_backward(ctx, dq, dk), None, None, None, None)
 
 
@@ -123,6 +146,8 @@ def rotate_qk_(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k themselves; arguments are those of `rope_qk_`, already checked."""
     rotation = Rotation(head_dim, interleaved)
+    if not q._is_view() and not k._is_view() and q.requires_grad == k.requires_grad:
+        return _RotateInPlace.apply(q, k, cos, sin, position_ids, rotation)
     q = _RotateBothMarkQ.apply(q, k.detach(), cos, sin, position_ids, rotation)
     return q, _MarkK.apply(k, cos, sin, position_ids, rotation)
 
