@@ -35,9 +35,10 @@ from .errors import UnsupportedOptionError
 
 __all__ = ["DeviceFacts", "GPUCapability", "SoftwareFacts", "Verdict", "assess", "probe"]
 
-# Compute capabilities that fastft has been run on, and those its kernels were only cross-compiled for (Triton 3.9).
+# Compute capabilities that fastft has been run on, and those that the tests cross-compile its kernels for, with Triton
+# 3.6 and newer (3.6 cannot assemble for sm110).
 _RUN_ON = frozenset({(9, 0)})
-_COMPILED_FOR = frozenset(divmod(arch, 10) for arch in (70, 75, 80, 86, 87, 89, 100, 103, 110, 120, 121))
+_COMPILED_FOR = frozenset(divmod(arch, 10) for arch in (70, 75, 80, 86, 87, 89, 100, 103, 120, 121))
 _ALWAYS_THERE = ("cpu", "meta")  # device types without a driver or an index
 
 

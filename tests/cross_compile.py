@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
 
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+ARCHITECTURES = (70, 75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
 TENSOR_CORE_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 
 

@@ -264,26 +264,16 @@ def test_global_hooks_run():
     check(model, block)
 
 
+@pytest.mark.parametrize(("slot", "original"), [("forward", "forward"), ("_compiled_call_impl", "_call_impl")])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_forward_of_its_own_runs(part):
-    """accelerate puts its hooks there."""
+def test_a_forward_or_call_of_its_own_runs(part, slot, original):
+    """accelerate puts its hooks into the one, `module.compile()` its code into the other."""
     model, block = wrapped()
     calls = []
     for layer in (block.q_proj, block.o_proj):
         target = PARTS[part](layer)
-        target.forward = lambda *args, forward=target.forward: calls.append(1) or forward(*args)
-    check(model, block, f"{part} has hooks or a forward of its own")
-    assert len(calls) == 4
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_compiled_part_is_called(part):
-    """`module.compile()` leaves its forward alone and replaces the call."""
-    model, block = wrapped()
-    calls = []
-    for layer in (block.q_proj, block.o_proj):
-        target = PARTS[part](layer)
-        target._compiled_call_impl = lambda *args, call=target._call_impl: calls.append(1) or call(*args)
+        call = getattr(target, original)
+        setattr(target, slot, lambda *args, call=call: calls.append(1) or call(*args))
     check(model, block, f"{part} has hooks or a forward of its own")
     assert len(calls) == 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -79,6 +81,48 @@ def test_the_interpreter_compiles_nothing_to_remember():
     for _ in range(3):
         launch(2, (torch.zeros(8), None), (8, 0.5), CONSTANTS)
     assert [grid for grid, _ in kernel.launches] == [(2,)] * 3
+
+
+class OnSecondGPU:
+    """Stands in for a tensor there, as far as a launch looks at it."""
+
+    dtype = torch.float32
+
+    def get_device(self) -> int:
+        return 1
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def test_a_launch_happens_under_the_tensors_device_and_is_remembered_for_it(monkeypatch):
+    """Stands in for a machine with two GPUs; tests that need a real one are skipped elsewhere."""
+    current, seen = [0], []
+
+    class Device:
+        def __init__(self, index) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *error) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    kernel = FakeKernel()
+    launched = kernel.launches.append
+    kernel.launches = SimpleNamespace(append=lambda launch: seen.append(current[0]) or launched(launch))
+    launch = Launcher(kernel)
+    for _ in range(2):  # by Triton, then directly
+        launch(1, (OnSecondGPU(), None), (8, 0.5), CONSTANTS)
+    current[0] = 1
+    launch(1, (OnSecondGPU(), None), (8, 0.5), CONSTANTS)
+    assert seen == [1, 1, 1] and current == [1]
+    assert len(kernel.compilations) == 1
+    launch(1, (torch.zeros(8), None), (8, 0.5), CONSTANTS)
+    assert len(kernel.compilations) == 2
 
 
 def test_many_sizes_do_not_pile_up(monkeypatch):

@@ -331,7 +331,7 @@ def test_reach_past_int32(case):
 @pytest.mark.gpu
 def test_launches_on_the_tensors_device():
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip(f"needs two GPUs, this machine has {torch.cuda.device_count()}")
     with torch.cuda.device(0):
         check(*make((33, 576), "bf16", "cuda:1"), "llama")
 

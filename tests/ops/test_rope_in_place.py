@@ -333,7 +333,7 @@ def test_in_place_is_one_launch_and_leaves_no_copy_in_backward(device, monkeypat
     rotation = Rotation(device, "verdict", [], [])
     q, k = plain_3d(Projections(device), rotation)
     assert len(launches) == 1 and launches[0]["IN_PLACE"] and rotation.taken == ["in place"]
-    assert q.grad_fn is k.grad_fn and q.grad_fn.name() == "_RotateInPlaceBackward"
+    assert q.grad_fn is k.grad_fn and q.grad_fn.name() == "_RotateQKBackward"
     torch.autograd.backward((q, k), (torch.randn_like(q), torch.randn_like(k)))
     assert len(launches) == 2  # one more for both gradients
     viewed, _ = viewed_as_heads(Projections(device), Rotation(device, "forced", [], []))

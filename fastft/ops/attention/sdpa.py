@@ -60,13 +60,13 @@ def varlen_attention_sdpa(
     if not parts:
         return q.new_empty(q.shape) + 0 * (q.sum() + k.sum() + v.sum())
     out = torch.cat(parts)
-    if out.requires_grad:
+    if out.is_cuda and out.requires_grad:
         out.register_hook(_aligned_gradient)
     return out
 
 
 def _aligned_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-    if grad is None or grad.device.type != "cuda" or is_aligned(grad):
+    if grad is None or is_aligned(grad):
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 

@@ -28,13 +28,15 @@ class Rotation(NamedTuple):
     head_dim: int | None
     interleaved: bool
     inverse: bool = False
+    in_place: bool = False
 
     def reversed(self) -> Rotation:
-        return self._replace(inverse=not self.inverse)
+        """The gradient's: into new tensors, since what arrives is not ours to write."""
+        return self._replace(inverse=not self.inverse, in_place=False)
 
 
 class _RotateQK(torch.autograd.Function):
-    """(q, k) -> rotated (q, k) in new tensors; either may be None."""
+    """(q, k) -> rotated (q, k); either may be None. In place neither is a view, and both require a gradient or none."""
 
     @staticmethod
     def forward(
@@ -47,34 +49,13 @@ class _RotateQK(torch.autograd.Function):
         rotation: Rotation,
     ) -> Gradients:
         _save(ctx, cos, sin, position_ids, rotation)
+        if rotation.in_place:
+            ctx.mark_dirty(q, k)
         return _rotate_present(q, k, cos, sin, position_ids, rotation)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Gradients:
         dq, dk = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return (*_backward(ctx, dq, dk), None, None, None, None)
-
-
-class _RotateInPlace(torch.autograd.Function):
-    """(q, k) -> the same tensors, rotated. Neither is a view, and either both require a gradient or none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        rotation: Rotation,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _save(ctx, cos, sin, position_ids, rotation)
-        rotate((q, k), cos, sin, position_ids, **rotation._asdict(), in_place=True)
-        ctx.mark_dirty(q, k)
-        return q, k
-
-    @staticmethod
-    def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> Gradients:
         return (*_backward(ctx, dq, dk), None, None, None, None)
 
 
@@ -92,7 +73,7 @@ class _RotateBothMarkQ(torch.autograd.Function):
         rotation: Rotation,
     ) -> torch.Tensor:
         _save(ctx, cos, sin, position_ids, rotation)
-        rotate((q, k), cos, sin, position_ids, **rotation._asdict(), in_place=True)
+        rotate((q, k), cos, sin, position_ids, **rotation._asdict())
         ctx.mark_dirty(q)
         return q
 
@@ -145,9 +126,9 @@ def rotate_qk_(
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k themselves; arguments are those of `rope_qk_`, already checked."""
-    rotation = Rotation(head_dim, interleaved)
+    rotation = Rotation(head_dim, interleaved, in_place=True)
     if not q._is_view() and not k._is_view() and q.requires_grad == k.requires_grad:
-        return _RotateInPlace.apply(q, k, cos, sin, position_ids, rotation)
+        return _RotateQK.apply(q, k, cos, sin, position_ids, rotation)
     q = _RotateBothMarkQ.apply(q, k.detach(), cos, sin, position_ids, rotation)
     return q, _MarkK.apply(k, cos, sin, position_ids, rotation)
 
