@@ -4,7 +4,8 @@
     python benchmarks/bench_rope.py --sweep
 
 bf16, half-split layout, angles as Hugging Face hands them out (bf16, the first half of a doubled table). The floor is
-what a copy of the same bytes takes on this device in this run: q and k read and written once, cos and sin read once.
+what these bytes take at the rate of a large copy on this device in this run: q and k read and written once, cos and
+sin read once. A copy of just q and k stands beside it: a launch this short pays for its start and end as well.
 A round of calls, one for each set of buffers, is timed as a whole, so that short kernels do not pay for events between
 them; the rest of how times are taken is told in timing.py.
 """
@@ -185,6 +186,9 @@ def measure(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[s
             timing = time_round([prepare(rope, buffers) for buffers in sets])
             rows.append(row(shape, timing, bandwidth, {"pass": each, "impl": name, "buffer_sets": len(sets)}))
             torch.cuda.empty_cache()
+    flat = [torch.cat([buffers.q.flatten(), buffers.k.flatten()]) for buffers in sets]
+    about = {"pass": "forward", "impl": "torch copy of q and k", "buffer_sets": len(sets)}
+    rows.append(row(shape, time_round([x.clone for x in flat]), bandwidth, about))
     return rows
 
 
