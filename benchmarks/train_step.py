@@ -41,6 +41,8 @@ import torch  # noqa: E402
 from benchmarks import models, stacks, text  # noqa: E402
 
 EXIT_UNAVAILABLE = 3
+# Arguments of the trainer that decide how much a step does.
+SAME_WORK = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optim")
 PROFILED_STEPS = 3
 PACKAGES = (
     "torch",
@@ -93,6 +95,8 @@ def build_trainer(
         "output_dir": folder,
         "max_steps": steps,
         "per_device_train_batch_size": args.rows,
+        # Not every stack leaves the default of 1 alone.
+        "gradient_accumulation_steps": 1,
         "max_length": args.length,
         "packing": args.packing,
         "bf16": on_gpu,
@@ -119,7 +123,16 @@ def build_trainer(
         **({"peft_config": built.peft_config} if built.peft_config is not None else {}),
     )
     trainer.remove_callback(PrinterCallback)
+    check_same_work(options, trainer.args)
     return trainer
+
+
+def check_same_work(asked: dict[str, Any], arguments: Any) -> None:
+    """Raises RuntimeError where a stack has changed what a step does: its numbers would not compare."""
+    changed = {name: getattr(arguments, name) for name in SAME_WORK if getattr(arguments, name) != asked[name]}
+    if changed:
+        asked_for = {name: asked[name] for name in changed}
+        raise RuntimeError(f"the stack trains with {changed} where {asked_for} was asked for: not the same work")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gemm_floor, models, profile_step, stacks, text  # noqa: E402
+from benchmarks import gemm_floor, models, profile_step, stacks, text, train_step  # noqa: E402
 
 SENTENCE = "the cook mixes flour with eggs and milk then lets the batter rest before the pan is hot"
 
@@ -95,6 +95,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(stacks.NEEDED_PACKAGES, "fastft", ("no_such_package",))
     with pytest.raises(stacks.StackUnavailable, match="pip install no-such-package"):
         stacks.check_available("fastft", "lora")
+
+
+def test_a_stack_that_changes_what_a_step_does_is_refused() -> None:
+    asked = {name: 1 for name in train_step.SAME_WORK}
+    train_step.check_same_work(asked, SimpleNamespace(**asked))
+    with pytest.raises(RuntimeError, match=r"\{'gradient_accumulation_steps': 2\} where .*: 1\}"):
+        train_step.check_same_work(asked, SimpleNamespace(**{**asked, "gradient_accumulation_steps": 2}))
 
 
 def test_attention_starts_from_what_the_stack_can_use() -> None:
