@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastft.demo import run as demo
+from fastft.demo import worker
 from fastft.demo.data import as_messages, docstring_pairs
 from fastft.demo.models import load_model
 from fastft.demo.results import RunRecord, largest_loss_difference, replaced_lines, skipped_lines
@@ -182,3 +183,9 @@ def test_workers_seeds_do_not_touch_ours() -> None:
     before = torch.random.get_rng_state()
     docstring_pairs(seed=3)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(("gibibytes", "tokens"), [(8, 256), (15, 512), (24, 1024), (80, 4096), (140, 8192)])
+def test_steps_on_a_gpu_leave_room_for_the_padded_run(gibibytes: int, tokens: int) -> None:
+    assert worker._tokens_that_fit(gibibytes * 2**30) == tokens
+    assert tokens * worker.PADDED_BYTES_A_TOKEN < 0.75 * gibibytes * 2**30
