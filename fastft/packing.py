@@ -301,16 +301,16 @@ class PackedSequenceCache:
 
     def __init__(self, capacity: int = 4) -> None:
         self._capacity = capacity
-        self._entries: list[tuple[Hashable, tuple[Any, ...], PackedSequences | None]] = []
+        self._entries: list[tuple[Hashable, tuple[Any, ...], Any]] = []
 
-    def lookup(self, question: Hashable, *sources: torch.Tensor | None) -> tuple[bool, PackedSequences | None]:
+    def lookup(self, question: Hashable, *sources: torch.Tensor | None) -> tuple[bool, Any]:
         """(found, answer) to this question about these very tensors in their present state."""
         for asked, key, answer in self._entries:
             if asked == question and len(key) == len(sources) and all(map(_is_same, key, sources)):
                 return True, answer
         return False, None
 
-    def remember(self, answer: PackedSequences | None, question: Hashable, *sources: torch.Tensor | None) -> None:
+    def remember(self, answer: Any, question: Hashable, *sources: torch.Tensor | None) -> None:
         """Keeps the answer for as long as the tensors live and stay unchanged."""
         if any(source is not None and (source.is_inference() or source.device.type == "cpu") for source in sources):
             return

@@ -8,6 +8,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -182,7 +183,10 @@ def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
     from .modules.attention import AttentionName
 
     state = state_of(module)
-    if state is None or (state.kind, state.bound) != (binding.kind, binding.bind_forward):
+    if state is None or state.kind != binding.kind:
+        return False
+    # Trainers wrap or replace a causal LM's forward after patching, and fastft does not step in between.
+    if state.bound != binding.bind_forward and binding.kind != "causal_lm":
         return False
     if binding.bind_forward and "forward" not in module.__dict__:
         return False
@@ -194,10 +198,22 @@ def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
 # ---------------------------------------------------------------------------------------------- bound forwards
 
 
-def _forwards() -> dict[str, Callable[..., Any]]:
-    from .modules import attention, mlp, norm
+def _forward_for(module: nn.Module, kind: str) -> Callable[..., Any]:
+    from .modules import attention, causal_lm, mlp, norm
 
-    return {"attention": attention.forward, "mlp": mlp.forward, "rms_norm": norm.forward}
+    if kind == "causal_lm":
+        return causal_lm.for_class(type(module))
+    forwards: dict[str, Callable[..., Any]] = {
+        "attention": attention.forward, "mlp": mlp.forward, "rms_norm": norm.forward,
+    }  # fmt: skip
+    return forwards[kind]
+
+
+def _codes() -> tuple[CodeType, ...]:
+    """What tells a forward of fastft: one of them is made anew for each class."""
+    from .modules import attention, causal_lm, mlp, norm
+
+    return tuple(module.forward.__code__ for module in (attention, causal_lm, mlp, norm))
 
 
 def _slot(module: nn.Module) -> str:
@@ -210,7 +226,7 @@ def _is_ours(module: nn.Module) -> bool:
     slot = _slot(module)
     function = getattr(module.__dict__.get(slot), "__func__", None)
     idle = slot == "forward" and function is type(module).forward
-    return function is not None and (idle or function in _forwards().values())
+    return function is not None and (idle or getattr(function, "__code__", None) in _codes())
 
 
 def _bound_names(target: nn.Module) -> frozenset[str]:
@@ -218,7 +234,8 @@ def _bound_names(target: nn.Module) -> frozenset[str]:
     names = set()
     for fqn, module in target.named_modules():
         state = state_of(module)
-        if (state is not None and state.bound) or _is_ours(module):
+        below = state is not None and state.bound and state.kind != "causal_lm"
+        if below or _is_ours(module):
             names.add(fqn)
     return frozenset(names)
 
@@ -226,7 +243,9 @@ def _bound_names(target: nn.Module) -> frozenset[str]:
 def _refuse_buried_forwards(target: nn.Module) -> None:
     for fqn, module in target.named_modules():
         state = state_of(module)
-        if state is not None and state.bound and "forward" in module.__dict__ and not _is_ours(module):
+        if state is None or not state.bound or state.kind == "causal_lm":  # that one works without a state as well
+            continue
+        if "forward" in module.__dict__ and not _is_ours(module):
             raise PatchConflictError(
                 f"the forward of {fqn} was replaced after patch_model, by something that may call fastft's; undo that "
                 "first, then call this again"
@@ -263,13 +282,18 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         names: tuple[str, ...] = ()
         if binding.fqn in attending:
             _select_attention(module.config)
-        if binding.kind == "backbone":
+        if binding.kind in ("causal_lm", "backbone"):
             names = positional_names(type(module).forward)
+        if binding.kind == "causal_lm":
+            module.register_forward_pre_hook(backbone.refuse_replica)
+        if binding.kind == "backbone":
             module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
-            module.register_forward_hook(backbone.check_attention_ran, with_kwargs=True)
-        module.__dict__[ATTRIBUTE] = ModuleState(shared, binding.kind, binding.family, names, binding.bind_forward)
+            module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
+        module.__dict__[ATTRIBUTE] = ModuleState(
+            shared, binding.kind, binding.family, names, binding.bind_forward, binding.keeps_padding
+        )
         if binding.bind_forward:
-            module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
+            module.__dict__[_slot(module)] = types.MethodType(_forward_for(module, binding.kind), module)
 
 
 def _own_configs(target: nn.Module, shared: ModelState) -> None:
@@ -319,10 +343,12 @@ def _remove_hooks(module: nn.Module) -> None:
     """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
     from .modules import backbone
 
-    for hook, hooks, with_kwargs in (
+    ours: tuple[tuple[Callable[..., Any], Any, Any], ...] = (
+        (backbone.refuse_replica, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (backbone.check_attention_ran, module._forward_hooks, module._forward_hooks_with_kwargs),
-    ):
+        (backbone.finish_packing, module._forward_hooks, module._forward_hooks_with_kwargs),
+    )
+    for hook, hooks, with_kwargs in ours:
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]
             with_kwargs.pop(key, None)

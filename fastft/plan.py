@@ -56,9 +56,10 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "backbone", "attention", "mlp", "rms_norm"
+    kind: str  # "causal_lm", "backbone", "attention", "mlp", "rms_norm"
     family: FamilySpec | None
     bind_forward: bool
+    keeps_padding: str = ""  # of a backbone: why padded batches keep their padding, or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def make_plan(
     Raises:
         UnsupportedOptionError: an option named explicitly that a module cannot honour.
     """
-    planner = _Planner(model, config, strict)
+    planner = _Planner(model, config, already_bound, strict)
     for fqn, module in model.named_modules():
         planner.visit(fqn, module, taken="forward" in module.__dict__ and fqn not in already_bound)
     planner.finish()
@@ -94,9 +95,11 @@ def make_plan(
 class _Planner:
     """Gathers the decisions over the modules of one model."""
 
-    def __init__(self, model: nn.Module, config: PatchConfig, strict: bool) -> None:
+    def __init__(self, model: nn.Module, config: PatchConfig, already_bound: frozenset[str], strict: bool) -> None:
         self.name = type(structure.pretrained_model(model) or model).__name__
+        self.model = model
         self.config = config
+        self.already_bound = already_bound
         self.strict = strict
         self.bindings: list[Binding] = []
         self.replaced: list[Replacement] = []
@@ -111,7 +114,7 @@ class _Planner:
 
     def visit(self, fqn: str, module: nn.Module, taken: bool) -> None:
         if fqn in self.backbones:
-            self._backbone(fqn)
+            self._backbone(fqn, module)
         role = role_of(type(module))
         if role is not None and role.kind != "backbone":
             self._known(fqn, module, role.kind, role.family, taken)
@@ -135,16 +138,23 @@ class _Planner:
                     f"use {left.op}='auto' or {left.op}=False"
                 )
 
-    def _backbone(self, fqn: str) -> None:
+    def _backbone(self, fqn: str, module: nn.Module) -> None:
         family, problem = self.backbones[fqn]
         if problem:
             self._skip(fqn, "packing", problem)
             if family is None:
                 self._skip(fqn, "attention", problem)
             return
-        reason = "boundaries from the collator, from positions that restart, or given"
+        stays = structure.why_padding_stays(module) if family is None else ""
+        reason = "boundaries from the collator, from positions that restart, or given; padding is " + (
+            f"kept: {stays}" if stays else "dropped in training"
+        )
         self.replaced.append(Replacement(fqn, "packing", "varlen", reason))
-        self.bindings.append(Binding(fqn, "backbone", family, False))
+        self.bindings.append(Binding(fqn, "backbone", family, False, stays))
+        above = structure.causal_lm_over(self.model, module)
+        if above is not None and not stays:
+            free = above in self.already_bound or "forward" not in self.model.get_submodule(above).__dict__
+            self.bindings.append(Binding(above, "causal_lm", family, free))
 
     def _known(self, fqn: str, module: nn.Module, kind: str, family: FamilySpec, taken: bool) -> None:
         before = len(self.replaced)

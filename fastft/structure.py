@@ -51,6 +51,37 @@ def find_decoder(model: nn.Module) -> tuple[str, nn.Module] | None:
     return next((fqn, module) for fqn, module in model.named_modules() if module is decoder)
 
 
+def causal_lm_over(model: nn.Module, backbone: nn.Module) -> str | None:
+    """The name of the module that makes a loss over next tokens of the backbone's hidden states, if there is one."""
+    owner: Any = pretrained_model(model)
+    if owner is None or owner is backbone or not owner.can_generate():
+        return None
+    if not {"labels", "attention_mask"} <= set(inspect.signature(type(owner).forward).parameters):
+        return None
+    return next(fqn for fqn, module in model.named_modules() if module is owner)
+
+
+def why_padding_stays(backbone: nn.Module) -> str:
+    """Why padded batches of a packable backbone that no family file names keep their padding; "" if they may lose it.
+
+    Without padding a batch is one row. Attention that our engines lack something for would then see T x T scores, for
+    all T tokens of the batch, in place of L x L for each of its rows.
+    """
+    config = backbone.config
+    for module in interface_attention(backbone).values():
+        words = _words(type(module).forward)
+        name = type(module).__name__
+        if "s_aux" in words:
+            return f"{name} has attention sinks"
+        if "softcap" in words and getattr(config, "attn_logit_softcapping", None) is not None:
+            return f"{name} caps its attention scores"
+        if "position_bias" in words:
+            return f"{name} has a position bias"
+        if getattr(module, "v_head_dim", None) != getattr(module, "qk_head_dim", None):
+            return f"{name} has other head dimensions for v than for q and k"
+    return ""
+
+
 def interface_attention(backbone: nn.Module) -> dict[str, nn.Module]:
     """Modules below `backbone` that take their attention from transformers' AttentionInterface, by name."""
     return {

@@ -26,11 +26,12 @@ ALLOWED: dict[str, set[str]] = {
     "environment": BOTTOM,
     "capability": BOTTOM | {"environment"},
     "packing": BOTTOM,
+    "unpadding": BOTTOM | {"packing"},
     "ops": BOTTOM | {"capability"},
     # The boundaries are its input, and PackedSequences is data: it imports nothing but torch.
     "ops.attention": BOTTOM | {"capability", "ops", "packing"},
     "memory": BOTTOM | {"capability"},
-    "modules": BOTTOM | {"capability", "config", "family_spec", "packing", "memory", "ops"},
+    "modules": BOTTOM | {"capability", "config", "family_spec", "packing", "unpadding", "memory", "ops"},
     "families": BOTTOM | {"config", "family_spec"},
     "integrations": BOTTOM | {"capability", "config", "family_spec", "packing", "memory", "ops", "modules"},
     "structure": BOTTOM | {"config", "family_spec", "families"},  # what a model's code looks like, read for the plan
@@ -48,6 +49,7 @@ LIBRARIES = {
     "environment": {"torch", "triton"},
     "capability": {"torch"},
     "packing": {"torch"},
+    "unpadding": {"torch"},
     "ops": {"torch", "triton"},
     "memory": {"torch"},
     "modules": {"torch", "transformers"},

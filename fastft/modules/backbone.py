@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import PackingError, UnsupportedModelError
 from ..packing import PackedSequences
+from ..unpadding import NO_PADDING, UnpaddedSequences
 from .attention import AttentionName
 from .dynamo import is_exporting
 from .state import ModelState, ModuleState, state_of
@@ -17,6 +18,9 @@ from .state import ModelState, ModuleState, state_of
 _CACHE = "a cache is in use, which holds one sequence a row"
 _OTHER_MASK = "a 2-D attention mask of another shape than the tokens"
 _PREPARED_MASK = "a prepared attention mask"
+
+# What the repadding hook and the code around it know how to handle; another tensor of the batch's shape stays unmapped.
+_MAPPED = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"})
 
 
 def announce_packing(
@@ -39,18 +43,27 @@ def announce_packing(
     return _announce(state, module, args, kwargs)
 
 
-# What it looks at differs from batch to batch; a compiler would specialise on it.
-@torch.compiler.disable
-def _announce(
-    state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def refuse_replica(module: nn.Module, *_: Any) -> None:
+    """Refuses a replica of `nn.DataParallel`; also a forward pre-hook.
+
+    Raises:
+        UnsupportedModelError: the module is one.
+    """
     if getattr(module, "_is_replica", False):
         raise UnsupportedModelError(
             "nn.DataParallel copies modules without their bound forwards, which would compute on the original's "
             "weights; launch one process a GPU instead (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES"
         )
+
+
+# What it looks at differs from batch to batch; a compiler would specialise on it.
+@torch.compiler.disable
+def _announce(
+    state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    refuse_replica(module)
     kwargs = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
-    packed, reason = _find(state.shared, module, kwargs)
+    packed, reason = find_sequences(state.shared, module, kwargs)
     state.shared.counters[f"batches: {reason}"] += 1
     if packed is None:
         if "packed_sequences" not in kwargs:
@@ -63,19 +76,49 @@ def _announce(
     kwargs["packed_sequences"] = packed
     kwargs["attention_mask"] = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=tokens.device)
     kwargs["use_cache"] = False
-    if kwargs.get("position_ids") is None:
+    if isinstance(packed, UnpaddedSequences):
+        state.shared.counters["padding dropped, in tokens"] += packed.padding
+        _unpad(packed, kwargs, tokens)
+    elif kwargs.get("position_ids") is None:
         kwargs["position_ids"] = packed.position_ids.view(tokens.shape[:2])
     return (), kwargs
 
 
-def check_attention_ran(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: a packed batch whose boundaries no layer asked for was computed wrongly.
+def _unpad(packed: UnpaddedSequences, kwargs: dict[str, Any], tokens: torch.Tensor) -> None:
+    """Leaves only the real tokens in the arguments, each at the position that it has in the padded batch."""
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(packed.length, device=tokens.device)[None]
+    kwargs["position_ids"] = packed.unpad(positions)
+    for name in ("input_ids", "inputs_embeds"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = packed.unpad(kwargs[name])
+
+
+def finish_packing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook: puts the outputs of a batch that lost its padding back to their places, with zeros at the padding.
 
     Raises:
-        PackingError: no attention module of this backbone used the boundaries.
+        PackingError: no attention module of this backbone used the boundaries, so the batch was computed wrongly.
     """
-    if kwargs.get("packed_sequences") is not None:
-        _check_attention_ran(module)
+    packed = kwargs.get("packed_sequences")
+    if packed is None:
+        return None
+    _check_attention_ran(module)
+    return _repadded(packed, output) if isinstance(packed, UnpaddedSequences) else None
+
+
+@torch.compiler.disable
+def _repadded(packed: UnpaddedSequences, output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return packed.repad(output)
+    if isinstance(output, tuple):  # return_dict=False; nothing is recorded, so the rest has no rows
+        return packed.repad(output[0]), *output[1:]
+    output["last_hidden_state"] = packed.repad(output["last_hidden_state"])
+    router_logits = output.get("router_logits")
+    if router_logits is not None:
+        output["router_logits"] = tuple(packed.repad_rows(x) if x.ndim == 2 else packed.repad(x) for x in router_logits)
+    return output
 
 
 @torch.compiler.disable
@@ -97,8 +140,12 @@ def _tokens(kwargs: dict[str, Any]) -> Any:
     return ids if ids is not None else kwargs.get("inputs_embeds")
 
 
-def _find(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]) -> tuple[PackedSequences | None, str]:
-    """The boundaries of this batch, or None with the reason why it goes the stock way."""
+def find_sequences(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]) -> tuple[PackedSequences | None, str]:
+    """The boundaries of this batch and how they were found, or None with the reason why it goes the stock way.
+
+    Raises:
+        PackingError: what came with the batch contradicts itself.
+    """
     tokens = _tokens(kwargs)
     reason = _stock_reason(shared, module, kwargs, tokens)
     if reason:
@@ -239,23 +286,85 @@ def _from_positions(
     if position_ids is not None and position_ids.ndim != 2:
         return None, f"stock, positions of {position_ids.ndim} dimensions"
     whole_rows = _serves_whole_rows(module, kwargs)
-    if position_ids is None and not whole_rows:
-        return None, "stock, whole rows outside training"
     if position_ids is None and mask is None:
+        if not whole_rows:
+            return None, "stock, whole rows outside training"
         return PackedSequences.from_lengths([length] * batch_size, tokens.device), "whole rows"
+    keeps_padding = _why_padding_stays(module, kwargs, tokens)
+    if position_ids is None and not whole_rows and keeps_padding:
+        return None, f"stock, {keeps_padding}"
     if tokens.device.type == "meta":
         return None, "stock, the meta device has no positions to read"
     # Boundaries made in inference mode cannot be saved for a backward later.
-    question = ("positions", batch_size, length, whole_rows, torch.is_inference_mode_enabled())
-    found, packed = shared.packed_cache.lookup(question, position_ids, mask)
+    question = ("positions", batch_size, length, whole_rows, keeps_padding, torch.is_inference_mode_enabled())
+    sources = (position_ids, mask, shared.targets_on_padding)
+    found, answer = shared.packed_cache.lookup(question, *sources)
     if not found:
-        positions = torch.arange(length, device=tokens.device)[None] if position_ids is None else position_ids
-        packed = PackedSequences.from_position_ids(positions.expand(batch_size, length), mask, whole_rows=whole_rows)
-        shared.packed_cache.remember(packed, question, position_ids, mask)
-    if packed is None:
-        return None, "stock, padded or ambiguous positions"
-    unpacked = packed.cu_seqlens_host == _row_boundaries(batch_size, length)
-    return packed, "whole rows" if unpacked else "packed, positions restart"
+        answer = _read(shared, module, position_ids, tokens, mask, whole_rows, keeps_padding)
+        shared.packed_cache.remember(answer, question, *sources)
+    if isinstance(answer, str):
+        return None, f"stock, {answer}"
+    if isinstance(answer, UnpaddedSequences):
+        return answer, "packed, padding dropped"
+    unpacked = answer.cu_seqlens_host == _row_boundaries(batch_size, length)
+    return answer, "whole rows" if unpacked else "packed, positions restart"
+
+
+def _read(
+    shared: ModelState,
+    module: nn.Module,
+    position_ids: torch.Tensor | None,
+    tokens: torch.Tensor,
+    mask: torch.Tensor | None,
+    whole_rows: bool,
+    keeps_padding: str,
+) -> PackedSequences | str:
+    """The boundaries, or why the batch goes the stock way; one synchronisation on a device."""
+    batch_size, length = tokens.shape[:2]
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch_size, length)
+    if mask is not None and not keeps_padding:
+        unpadded = UnpaddedSequences.from_mask(mask, position_ids, shared.targets_on_padding)
+        if isinstance(unpadded, UnpaddedSequences):
+            state = state_of(module)
+            if unpadded.starts_padded and (state is None or state.family is None):
+                return "padding before the tokens, in a family that fastft does not know"
+            return unpadded
+        if unpadded != NO_PADDING:
+            return unpadded
+        mask = None
+    if position_ids is None:
+        if not whole_rows:
+            return "whole rows outside training"
+        if mask is None:
+            return PackedSequences.from_lengths([length] * batch_size, tokens.device)
+        position_ids = torch.arange(length, device=tokens.device).expand(batch_size, length)
+    packed = PackedSequences.from_position_ids(position_ids, mask, whole_rows=whole_rows)
+    why = f" ({keeps_padding})" if mask is not None else ""
+    return packed if packed is not None else f"padded or ambiguous positions{why}"
+
+
+def _why_padding_stays(module: Any, kwargs: dict[str, Any], tokens: torch.Tensor) -> str:
+    """Why a padded batch keeps its padding, whatever its mask says; empty if it may lose it.
+
+    The outputs have zeros where the padding was, and there is no cache: a trainer looks at neither. It computes in
+    training mode, with gradients, or without them and told to use no cache (log-probabilities of a reference policy).
+    """
+    state, config = state_of(module), module.config
+    if state is None or state.keeps_padding:
+        return "not patched" if state is None else state.keeps_padding
+    use_cache = kwargs.get("use_cache")
+    unwanted = (getattr(config, "use_cache", None) if use_cache is None else use_cache) is False
+    if use_cache or not module.training or not (torch.is_grad_enabled() or unwanted):
+        return "padded rows outside training"
+    for what in ("attentions", "hidden_states"):
+        asked = kwargs.get(f"output_{what}")
+        if getattr(config, f"output_{what}", False) if asked is None else asked is not False:
+            return f"{what} are recorded"
+    for name, value in kwargs.items():
+        if name not in _MAPPED and isinstance(value, torch.Tensor) and tokens.shape[1] in value.shape[:2]:
+            return f"{name!r} cannot be mapped to a batch without padding"
+    return ""
 
 
 def _serves_whole_rows(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -36,13 +36,15 @@ class ModelState:
         self.counters: Counter[str] = Counter()
         self.packed_cache = PackedSequenceCache()
         self.projector: Projector | None = None
+        # While a causal LM with labels runs: bool [B, L], where a label asks padding for a prediction.
+        self.targets_on_padding: torch.Tensor | None = None
         self.configs: list[OwnConfig] = []
 
 
 class ModuleState:
     """State of one patched module. It follows `deepcopy`; a pickle forgets it, since pickling drops the forwards."""
 
-    __slots__ = ("attention_before", "bound", "family", "kind", "parameter_names", "shared")
+    __slots__ = ("attention_before", "bound", "family", "keeps_padding", "kind", "parameter_names", "shared")
 
     def __init__(
         self,
@@ -51,16 +53,19 @@ class ModuleState:
         family: FamilySpec | None,
         parameter_names: tuple[str, ...] = (),
         bound: bool = False,
+        keeps_padding: str = "",
     ) -> None:
         self.shared = shared
-        self.kind = kind  # "backbone", "attention", "mlp", "rms_norm"
+        self.kind = kind  # "causal_lm", "backbone", "attention", "mlp", "rms_norm"
         self.family = family
-        self.parameter_names = parameter_names  # of a backbone's forward, in order
+        self.parameter_names = parameter_names  # of the forward of a causal LM or backbone, in order
+        self.keeps_padding = keeps_padding  # of a backbone: why padded batches keep their padding, or ""
         self.bound = bound  # whether a forward of fastft was bound onto the module
         self.attention_before = 0  # of a backbone: attention calls counted when its present forward began
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        return ModuleState(deepcopy(self.shared, memo), self.kind, self.family, self.parameter_names, self.bound)
+        shared = deepcopy(self.shared, memo)
+        return ModuleState(shared, self.kind, self.family, self.parameter_names, self.bound, self.keeps_padding)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _forgotten, ()

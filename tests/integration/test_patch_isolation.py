@@ -95,7 +95,7 @@ def test_generation_of_the_patched_model_is_that_of_stock(family: str, implement
     # The comparison above can fail: without its mask a left-padded batch gives something else.
     with torch.no_grad():
         unmasked = stock(left_padded()["input_ids"]).logits
-    assert (unmasked[0] - expected["padded logits"][0]).abs().max() > 1e-4
+    assert (unmasked[0, 3:] - expected["padded logits"][:3]).abs().max() > 1e-4
 
 
 def test_two_models_with_different_options_in_one_process() -> None:
