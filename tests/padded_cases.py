@@ -32,7 +32,7 @@ def padded(side: str, lengths: tuple[int, ...] = LENGTHS, *, first_tokens: bool 
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
 
 
-def trained(model: nn.Module, batch: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
+def train_once(model: nn.Module, batch: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
     """Loss, logits at the tokens, gradients."""
     model.zero_grad()
     output = model(**batch, **kwargs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from decoder_families import DECODERS, coverage_table, drops_padding, is_moe, tiny_decoder, why_stock
 from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks, packed_forwards, separately
-from padded_cases import DROPPED, one_sequence, padded, trained
+from padded_cases import DROPPED, one_sequence, padded, train_once
 
 from fastft import patch_model
 
@@ -45,13 +45,13 @@ def test_a_padded_batch_trains_as_stock_does(family, side, checkpointing):
     model = patch_model(copy.deepcopy(stock), lora=False)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    expected = trained(stock, padded(side))
-    assert differences(trained(model, padded(side)), expected, rtol=1e-4, atol=1e-5) == []
+    expected = train_once(stock, padded(side))
+    assert differences(train_once(model, padded(side)), expected, rtol=1e-4, atol=1e-5) == []
     dropped = drops_padding(model, side)
     assert (DROPPED in counters(model)) is dropped
     if dropped:
         with one_sequence():
-            assert differences(trained(model, padded(side)), expected, rtol=1e-4, atol=1e-5) != []
+            assert differences(train_once(model, padded(side)), expected, rtol=1e-4, atol=1e-5) != []
 
 
 @pytest.mark.parametrize("family", sorted(STOCK))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from packed_cases import WAYS, attention_calls, counters, evaluate, inputs, leaks, packed_forwards, separately
+from padded_cases import DROPPED, one_sequence, padded, train_once
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, packed_batch, tiny_model
 from trl import SFTConfig, SFTTrainer
@@ -118,21 +119,45 @@ def test_the_kernels_of_a_gpu_ran(family):
     }
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows(family, padded):
+def test_whole_rows(family):
     exact, stock, model = pair(family, torch.bfloat16)
-    batch = {"input_ids": packed_batch([200])["input_ids"].view(2, 100)}
-    if padded:
-        batch["attention_mask"] = torch.ones(2, 100, dtype=torch.long)
-        batch["attention_mask"][0, 60:] = 0
-    batch = on_device(batch)
+    batch = on_device({"input_ids": packed_batch([200])["input_ids"].view(2, 100)})
     exact, theirs, ours = (
         without_scalars(evaluate(each, batch, (100,), use_cache=False)) for each in (exact, stock, model)
     )
     close_to_stock(ours, theirs, exact)
-    assert attention_calls(model) == (0 if padded else LAYERS)
-    assert counters(model)["rope"] == LAYERS
+    assert attention_calls(model) == counters(model)["rope"] == LAYERS
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_is_dropped(family, side):
+    models = pair(family, torch.bfloat16)
+    batch = on_device(padded(side, LENGTHS))
+    exact, theirs, ours = (without_scalars(train_once(each, batch)) for each in models)
+    close_to_stock(ours, theirs, exact)
+    assert counters(models[2])[DROPPED] == 1
+    with one_sequence(), pytest.raises(AssertionError):  # the mutant
+        close_to_stock(
+            without_scalars(train_once(models[2], {**batch, "attention_mask": batch["attention_mask"].clone()})),
+            theirs,
+            exact,
+        )
+
+
+def test_a_padded_batch_is_waited_for_once(recwarn):
+    _, _, model = pair("llama", torch.bfloat16)
+    batch = on_device(padded("right", LENGTHS))
+    model(**batch).loss.backward()  # compiles the kernels
+    fresh = {**batch, "attention_mask": batch["attention_mask"].clone()}
+    recwarn.clear()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        model(**fresh).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([warning for warning in recwarn if "called a synchronizing" in str(warning.message)]) == 1
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

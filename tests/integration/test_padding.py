@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packed_cases import attention_calls, counters, differences, pair
-from padded_cases import DROPPED, LENGTHS, alone, one_sequence, padded, trained
+from padded_cases import DROPPED, LENGTHS, alone, one_sequence, padded, train_once
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, tiny_config, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -26,7 +26,7 @@ def test_padding_is_dropped_and_the_step_is_that_of_stock(family: str, side: str
     batch = padded(side)
     seen: list[tuple[int, ...]] = []
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(tuple(args[0].shape)))
-    assert differences(trained(model, batch), trained(stock, batch)) == []
+    assert differences(train_once(model, batch), train_once(stock, batch)) == []
     assert seen == [(1, sum(LENGTHS), 32)]
     found = counters(model)
     assert found[DROPPED] == 1 and found["padding dropped, in tokens"] == 4 * 12 - sum(LENGTHS)
@@ -38,7 +38,7 @@ def test_padding_is_dropped_and_the_step_is_that_of_stock(family: str, side: str
 def test_the_sum_of_separate_rows(side: str, options: dict[str, Any]) -> None:
     stock, model = pair("llama")
     batch = padded(side)
-    got, expected = trained(model, batch, **options), alone(stock, batch)
+    got, expected = train_once(model, batch, **options), alone(stock, batch)
     scale = int((batch["labels"][:, 1:] != -100).sum()) / 11 if options else 1.0
     assert differences(got, {name: value * scale for name, value in expected.items()}) == []
 
@@ -48,7 +48,7 @@ def test_rows_that_see_each_other_would_be_noticed() -> None:
     stock, model = pair("llama")
     batch = padded("right")
     with one_sequence():
-        assert differences(trained(model, batch), trained(stock, batch)) != []
+        assert differences(train_once(model, batch), train_once(stock, batch)) != []
 
 
 @pytest.mark.parametrize("checkpointing", [{"use_reentrant": False}, {"use_reentrant": True}])
@@ -61,7 +61,7 @@ def test_under_peft_and_checkpointing(checkpointing: dict[str, bool]) -> None:
         wrapped = get_peft_model(each, config)
         wrapped.enable_input_require_grads()
         wrapped.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-        trains.append(trained(wrapped, padded("left")))
+        trains.append(train_once(wrapped, padded("left")))
     assert differences(*trains) == []
     assert counters(model)[DROPPED] == 1 and counters(model)["lora"] > 0
 
@@ -72,7 +72,7 @@ def test_labels_of_padding_keep_the_batch_as_it_is(wrap: Any) -> None:
     stock, model = (wrap(each) for each in pair("llama"))
     batch = padded("right")
     batch["labels"] = batch["input_ids"].clone()
-    got, expected = trained(model, batch), trained(stock, batch)
+    got, expected = train_once(model, batch), train_once(stock, batch)
     assert torch.equal(got["loss"], expected["loss"])
     assert counters(model)["batches: stock, padding that is a target"] == 1
     shifted = torch.full_like(batch["labels"], -100)
@@ -86,7 +86,7 @@ def test_the_padding_after_a_row_may_be_predicted_by_its_last_token() -> None:
     batch = padded("right")
     for row, length in enumerate(LENGTHS[1:], 1):
         batch["labels"][row, length] = 0
-    assert differences(trained(model, batch), trained(stock, batch)) == []
+    assert differences(train_once(model, batch), train_once(stock, batch)) == []
     assert counters(model)[DROPPED] == 1
 
 
@@ -96,10 +96,10 @@ def test_a_first_token_after_padding_is_no_target(wrap: Any) -> None:
     stock, model = (wrap(each) for each in pair("llama"))
     batch = padded("left", first_tokens=True)
     labels = batch["labels"].clone()
-    got = trained(model, batch)
+    got = train_once(model, batch)
     assert torch.equal(batch["labels"], labels), "the caller's labels were written"
-    assert not torch.allclose(got["loss"], trained(stock, batch)["loss"])
-    without = trained(model, padded("left"))
+    assert not torch.allclose(got["loss"], train_once(stock, batch)["loss"])
+    without = train_once(model, padded("left"))
     assert torch.equal(got["loss"], without["loss"]) and counters(model)[DROPPED] == 2
 
 
@@ -143,7 +143,7 @@ def _with_restarts(batch: dict[str, Any]) -> dict[str, Any]:
 def test_what_cannot_lose_its_padding_stays_stock(change: Any, reason: str) -> None:
     stock, model = pair("llama")
     batch = change(padded("right"))
-    got, expected = trained(model, batch), trained(stock, batch)
+    got, expected = train_once(model, batch), train_once(stock, batch)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert any(name.startswith("batches: stock") and reason in name for name in counters(model)), counters(model)
 
@@ -208,7 +208,7 @@ def test_an_unknown_family_with_padding_on_the_left_stays_stock() -> None:
     stock = tiny_model("opt", word_embed_proj_dim=32, ffn_dim=48, dropout=0.0)
     model = patch_model(copy.deepcopy(stock))
     for side, dropped in (("left", False), ("right", True)):
-        assert differences(trained(model, padded(side)), trained(stock, padded(side))) == []
+        assert differences(train_once(model, padded(side)), train_once(stock, padded(side))) == []
         assert (DROPPED in counters(model)) is dropped
 
 
@@ -217,13 +217,13 @@ def test_the_model_looks_as_before_to_those_who_inspect_it() -> None:
     assert inspect.signature(model.forward) == inspect.signature(stock.forward)
     copied = copy.deepcopy(model)
     assert copied.forward.__self__ is copied
-    trained(copied, padded("right"))
+    train_once(copied, padded("right"))
     assert counters(copied)[DROPPED] == 1 and DROPPED not in counters(model)
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)
     loaded = torch.load(stored, weights_only=False)
-    assert differences(trained(loaded, padded("right")), trained(stock, padded("right"))) == []
+    assert differences(train_once(loaded, padded("right")), train_once(stock, padded("right"))) == []
     assert unpatch_model(model).forward.__func__ is type(model).forward
     assert "forward" not in model.__dict__ and not isinstance(model.config._attn_implementation, AttentionName)
 
@@ -234,8 +234,8 @@ def test_unpatching_below_a_wrapped_forward() -> None:
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     patch_model(model, lora=False)  # changes nothing
-    trained(model, padded("right"))
+    train_once(model, padded("right"))
     assert counters(model)[DROPPED] == 1
     unpatch_model(model)
-    got, expected = trained(model, padded("right")), trained(stock, padded("right"))
+    got, expected = train_once(model, padded("right")), train_once(stock, padded("right"))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
