@@ -1,4 +1,4 @@
-"""The hooks on a backbone that find out, once per forward, which sequences a batch holds."""
+"""The hooks on a backbone: which sequences a batch holds, once per forward, and its padding taken out and put back."""
 
 from __future__ import annotations
 
@@ -8,19 +8,10 @@ import torch
 from torch import nn
 
 from ..errors import PackingError, UnsupportedModelError
-from ..packing import PackedSequences
-from ..unpadding import NO_PADDING, UnpaddedSequences
-from .attention import AttentionName
+from ..unpadding import UnpaddedSequences
 from .dynamo import is_exporting
-from .state import ModelState, ModuleState, state_of
-
-# Why a batch goes the stock way although boundaries may have come with it.
-_CACHE = "a cache is in use, which holds one sequence a row"
-_OTHER_MASK = "a 2-D attention mask of another shape than the tokens"
-_PREPARED_MASK = "a prepared attention mask"
-
-# What the repadding hook and the code around it know how to handle; another tensor of the batch's shape stays unmapped.
-_MAPPED = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"})
+from .sequences import find_sequences, tokens_of
+from .state import ModuleState, state_of
 
 
 def announce_packing(
@@ -29,7 +20,8 @@ def announce_packing(
     """Forward pre-hook: puts `packed_sequences` into the keyword arguments of a batch that fastft's attention serves.
 
     Such a batch gets a 4-D mask of size zero, which the stock mask code hands through: no mask is built and nothing
-    is synchronised. A cache makes no sense for it and is turned off. Every other batch passes through unchanged.
+    is synchronised. A cache makes no sense for it and is turned off. If it is padded, its real tokens become one row.
+    Every other batch passes through unchanged.
     """
     state = state_of(module)
     if state is None or is_exporting():
@@ -71,7 +63,7 @@ def _announce(
         if kwargs.pop("packed_sequences") is not None:
             raise PackingError(f"packed_sequences cannot be honoured for this batch ({reason}); leave one of them out")
         return (), kwargs
-    tokens = _tokens(kwargs)
+    tokens = tokens_of(kwargs)
     state.attention_before = _attention_calls(state)
     kwargs["packed_sequences"] = packed
     kwargs["attention_mask"] = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=tokens.device)
@@ -133,249 +125,3 @@ def _check_attention_ran(module: nn.Module) -> None:
 
 def _attention_calls(state: ModuleState) -> int:
     return sum(count for name, count in state.shared.counters.items() if name.startswith("attention"))
-
-
-def _tokens(kwargs: dict[str, Any]) -> Any:
-    ids = kwargs.get("input_ids")
-    return ids if ids is not None else kwargs.get("inputs_embeds")
-
-
-def find_sequences(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]) -> tuple[PackedSequences | None, str]:
-    """The boundaries of this batch and how they were found, or None with the reason why it goes the stock way.
-
-    Raises:
-        PackingError: what came with the batch contradicts itself.
-    """
-    tokens = _tokens(kwargs)
-    reason = _stock_reason(shared, module, kwargs, tokens)
-    if reason:
-        _check_not_ignored(module, kwargs, reason)
-        return None, f"stock, {reason}"
-    batch_size, length = tokens.shape[:2]
-    position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    _check_positions(position_ids, batch_size, length)
-    given, from_collator = kwargs.get("packed_sequences"), kwargs.get("cu_seq_lens_q") is not None
-    if given is None and not from_collator:
-        return _from_positions(shared, module, kwargs, position_ids, tokens)
-    _check_no_padding(shared, mask)
-    packed = given if given is not None else _from_collator(shared, kwargs, batch_size * length)
-    _check_covers(packed, batch_size, length)
-    how = "given by the caller" if given is not None else "boundaries from the collator"
-    return packed.to(tokens.device), f"packed, {how}"
-
-
-def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], tokens: Any) -> str:
-    """Why boundaries are not even looked for; empty if they are."""
-    if tokens is None:
-        return "no tokens given"
-    if shared.config.packing is False:
-        return "packing=False"
-    if kwargs.get("past_key_values") is not None:
-        return _CACHE
-    mask = kwargs.get("attention_mask")
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
-        return _OTHER_MASK if isinstance(mask, torch.Tensor) and mask.ndim == 2 else _PREPARED_MASK
-    implementation = module.config._attn_implementation
-    if not isinstance(implementation, AttentionName):
-        return f"the attention implementation was set to {implementation!r} after patching"
-    return ""
-
-
-# ----------------------------------------------------------------------------------------------------- checks
-
-
-def _check_not_ignored(module: Any, kwargs: dict[str, Any], reason: str) -> None:
-    """A collator's boundaries beside something that only the previous implementation handles: flash attention honours
-    them there, every other one would let the sequences see each other without a word."""
-    if kwargs.get("cu_seq_lens_q") is None or reason not in (_CACHE, _OTHER_MASK, _PREPARED_MASK):
-        return
-    implementation = module.config._attn_implementation
-    previous = getattr(implementation, "previous", implementation)
-    if "flash" not in str(previous):
-        raise PackingError(
-            f"cu_seq_lens_q cannot be honoured for this batch ({reason}): {previous!r} attention ignores boundaries; "
-            "leave one of the two out"
-        )
-
-
-def _check_positions(position_ids: torch.Tensor | None, batch_size: int, length: int) -> None:
-    if position_ids is None:
-        return
-    if position_ids.ndim == 0 or position_ids.shape[-1] != length:
-        got = position_ids.shape[-1] if position_ids.ndim else "no row of"
-        raise PackingError(
-            f"position_ids are for {got} tokens, the batch has {length} a row; the collator has to extend both alike"
-        )
-    if position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch_size):
-        raise PackingError(
-            f"position_ids are for {position_ids.shape[0]} rows, the batch has {batch_size}; give one a row"
-        )
-
-
-def _check_no_padding(shared: ModelState, mask: torch.Tensor | None) -> None:
-    """Boundaries leave no room for padding: every token belongs to a sequence."""
-    if mask is None:
-        return
-    question = ("no padding",)
-    found, _ = shared.packed_cache.lookup(question, mask)
-    if found:
-        return
-    if not bool(mask.all()):
-        raise PackingError(
-            "the batch has both boundaries of packed sequences and an attention_mask that hides tokens; leave the mask "
-            "out, and make padding at the end of a row a sequence of its own"
-        )
-    shared.packed_cache.remember(None, question, mask)
-
-
-def _check_covers(packed: Any, batch_size: int, length: int) -> None:
-    if not isinstance(packed, PackedSequences):
-        raise PackingError(f"packed_sequences must be a fastft.PackedSequences, got {type(packed).__name__}")
-    if packed.total_tokens != batch_size * length:
-        raise PackingError(
-            f"packed_sequences cover {packed.total_tokens} tokens, the batch has {batch_size * length}; build them "
-            "from this batch"
-        )
-    boundaries = packed.cu_seqlens_host
-    if batch_size > 1 and boundaries is not None and not set(_row_boundaries(batch_size, length)) <= set(boundaries):
-        raise PackingError(
-            f"a sequence runs from one row of the batch ({batch_size} rows of {length} tokens) into the next; "
-            "packed_sequences needs a boundary at the end of each row"
-        )
-
-
-# ------------------------------------------------------------------------------------------------- boundaries
-
-
-def _from_collator(shared: ModelState, kwargs: dict[str, Any], total_tokens: int) -> PackedSequences:
-    cu_seqlens, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
-    if not isinstance(cu_seqlens, torch.Tensor) or not isinstance(keys, torch.Tensor | None):
-        raise PackingError(
-            f"cu_seq_lens_q and cu_seq_lens_k must be tensors, got {type(cu_seqlens).__name__} and "
-            f"{type(keys).__name__}; the collator has to make int32 tensors of them"
-        )
-    longest = kwargs.get("max_length_q")
-    if not isinstance(longest, int | float | torch.Tensor):
-        came = "without max_length_q" if longest is None else f"with max_length_q={longest!r}"
-        raise PackingError(f"cu_seq_lens_q came {came}; pass the length of the longest sequence as a number")
-    if keys is not None and keys is not cu_seqlens:
-        on_host = keys.device.type == cu_seqlens.device.type == "cpu"  # elsewhere a comparison would wait
-        if keys.shape != cu_seqlens.shape or (on_host and not torch.equal(keys, cu_seqlens)):
-            raise PackingError(
-                "cu_seq_lens_q and cu_seq_lens_k describe different sequences; in self-attention they are equal"
-            )
-    question = ("boundaries", total_tokens, int(longest), torch.is_inference_mode_enabled())
-    found, packed = shared.packed_cache.lookup(question, cu_seqlens)
-    if not found or packed is None:
-        packed = PackedSequences.from_cu_seqlens(cu_seqlens.reshape(-1), int(longest), total_tokens)
-        shared.packed_cache.remember(packed, question, cu_seqlens)
-    return packed
-
-
-def _from_positions(
-    shared: ModelState,
-    module: nn.Module,
-    kwargs: dict[str, Any],
-    position_ids: torch.Tensor | None,
-    tokens: torch.Tensor,
-) -> tuple[PackedSequences | None, str]:
-    batch_size, length = tokens.shape[:2]
-    mask = kwargs.get("attention_mask")
-    if position_ids is not None and position_ids.is_floating_point():
-        return None, "stock, positions that are no integers"
-    if position_ids is not None and position_ids.ndim != 2:
-        return None, f"stock, positions of {position_ids.ndim} dimensions"
-    whole_rows = _serves_whole_rows(module, kwargs)
-    if position_ids is None and mask is None:
-        if not whole_rows:
-            return None, "stock, whole rows outside training"
-        return PackedSequences.from_lengths([length] * batch_size, tokens.device), "whole rows"
-    keeps_padding = _why_padding_stays(module, kwargs, tokens)
-    if position_ids is None and not whole_rows and keeps_padding:
-        return None, f"stock, {keeps_padding}"
-    if tokens.device.type == "meta":
-        return None, "stock, the meta device has no positions to read"
-    # Boundaries made in inference mode cannot be saved for a backward later.
-    question = ("positions", batch_size, length, whole_rows, keeps_padding, torch.is_inference_mode_enabled())
-    sources = (position_ids, mask, shared.targets_on_padding)
-    found, answer = shared.packed_cache.lookup(question, *sources)
-    if not found:
-        answer = _read(shared, module, position_ids, tokens, mask, whole_rows, keeps_padding)
-        shared.packed_cache.remember(answer, question, *sources)
-    if isinstance(answer, str):
-        return None, f"stock, {answer}"
-    if isinstance(answer, UnpaddedSequences):
-        return answer, "packed, padding dropped"
-    unpacked = answer.cu_seqlens_host == _row_boundaries(batch_size, length)
-    return answer, "whole rows" if unpacked else "packed, positions restart"
-
-
-def _read(
-    shared: ModelState,
-    module: nn.Module,
-    position_ids: torch.Tensor | None,
-    tokens: torch.Tensor,
-    mask: torch.Tensor | None,
-    whole_rows: bool,
-    keeps_padding: str,
-) -> PackedSequences | str:
-    """The boundaries, or why the batch goes the stock way; one synchronisation on a device."""
-    batch_size, length = tokens.shape[:2]
-    if position_ids is not None:
-        position_ids = position_ids.expand(batch_size, length)
-    if mask is not None and not keeps_padding:
-        unpadded = UnpaddedSequences.from_mask(mask, position_ids, shared.targets_on_padding)
-        if isinstance(unpadded, UnpaddedSequences):
-            state = state_of(module)
-            if unpadded.starts_padded and (state is None or state.family is None):
-                return "padding before the tokens, in a family that fastft does not know"
-            return unpadded
-        if unpadded != NO_PADDING:
-            return unpadded
-        mask = None
-    if position_ids is None:
-        if not whole_rows:
-            return "whole rows outside training"
-        if mask is None:
-            return PackedSequences.from_lengths([length] * batch_size, tokens.device)
-        position_ids = torch.arange(length, device=tokens.device).expand(batch_size, length)
-    packed = PackedSequences.from_position_ids(position_ids, mask, whole_rows=whole_rows)
-    why = f" ({keeps_padding})" if mask is not None else ""
-    return packed if packed is not None else f"padded or ambiguous positions{why}"
-
-
-def _why_padding_stays(module: Any, kwargs: dict[str, Any], tokens: torch.Tensor) -> str:
-    """Why a padded batch keeps its padding, whatever its mask says; empty if it may lose it.
-
-    The outputs have zeros where the padding was, and there is no cache: a trainer looks at neither. It computes in
-    training mode, with gradients, or without them and told to use no cache (log-probabilities of a reference policy).
-    """
-    state, config = state_of(module), module.config
-    if state is None or state.keeps_padding:
-        return "not patched" if state is None else state.keeps_padding
-    use_cache = kwargs.get("use_cache")
-    unwanted = (getattr(config, "use_cache", None) if use_cache is None else use_cache) is False
-    if use_cache or not module.training or not (torch.is_grad_enabled() or unwanted):
-        return "padded rows outside training"
-    for what in ("attentions", "hidden_states"):
-        asked = kwargs.get(f"output_{what}")
-        if getattr(config, f"output_{what}", False) if asked is None else asked is not False:
-            return f"{what} are recorded"
-    for name, value in kwargs.items():
-        if name not in _MAPPED and isinstance(value, torch.Tensor) and tokens.shape[1] in value.shape[:2]:
-            return f"{name!r} cannot be mapped to a batch without padding"
-    return ""
-
-
-def _serves_whole_rows(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Unpacked rows are worth serving in training only: elsewhere a caller may want the cache that stock returns, or
-    the attention weights. A family that fastft does not know may draw more into its mask than causality."""
-    state = state_of(module)
-    known = state is not None and state.family is not None
-    training = module.training and torch.is_grad_enabled()  # a loop that decodes may do so in training mode
-    recording = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
-    return known and training and not kwargs.get("use_cache") and not recording
-
-
-def _row_boundaries(batch_size: int, length: int) -> tuple[int, ...]:
-    return tuple(range(0, batch_size * length + 1, max(length, 1)))

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..unpadding import UnpaddedSequences, targets_of_padding
-from .backbone import find_sequences
 from .dynamo import is_exporting
+from .sequences import find_sequences
 from .state import ModuleState, state_of
 
 IGNORE_INDEX = -100
