@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .capability import probe as capability
     from .config import PatchConfig
+    from .integrations.trl import prepare_trainer
     from .packing import PackedSequences
     from .patch import patch_model, report, unpatch_model
 
 __version__ = "0.1.0"
-__all__ = ["PackedSequences", "PatchConfig", "capability", "patch_model", "report", "unpatch_model"]
+__all__ = ["PackedSequences", "PatchConfig", "capability", "patch_model", "prepare_trainer", "report", "unpatch_model"]
 
 _HOME = {
     "PackedSequences": "packing",
     "PatchConfig": "config",
     "patch_model": "patch",
+    "prepare_trainer": "integrations.trl",
     "report": "patch",
     "unpatch_model": "patch",
 }
