@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..modules.state import ModuleState, state_of
+from .fixed_tokens import FixedTokensCollator
 
 logger = logging.getLogger("fastft")
 TrainerT = TypeVar("TrainerT")
@@ -23,7 +25,7 @@ TrainerT = TypeVar("TrainerT")
 _METHOD = "get_train_dataloader"
 
 
-def prepare_trainer(trainer: TrainerT) -> TrainerT:
+def prepare_trainer(trainer: TrainerT, *, fixed_tokens: int | None = None) -> TrainerT:
     """Lets a trainer's own collator make training batches without padding: call it after the trainer was built.
 
     The samples of a step, the number of steps, the counted tokens and the losses stay. Only TRL's `SFTTrainer` with the
@@ -34,12 +36,16 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
 
     Args:
         trainer: a trainer whose model is patched. A second call changes nothing.
+        fixed_tokens: give every batch exactly this many tokens and the same number of boundaries, so that shapes never
+            change. For `packing=True` with a strategy that keeps documents apart. What the packed rows leave over is
+            filled with pad tokens that are no targets; TRL's count of tokens includes them.
 
     Returns:
         The same object.
 
     Raises:
         UnsupportedModelError: the trainer's model is not patched.
+        UnsupportedOptionError: `fixed_tokens` cannot be honoured for this trainer.
     """
     backbone = _patched_backbone(getattr(trainer, "model", None))
     if backbone is None:
@@ -49,24 +55,67 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         )
     if _METHOD in vars(trainer):
         return trainer
-    reason = _why_left_alone(trainer, backbone)
-    note = f"the trainer's collator is left alone: {reason}" if reason else "the trainer's collator pads no more"
+    if fixed_tokens is not None:
+        make_collator: Callable[[Any], Any] = _fixed(trainer, backbone, fixed_tokens)
+        note = f"the trainer's batches have {fixed_tokens} tokens each"
+    else:
+        make_collator = _padding_free
+        reason = _why_left_alone(trainer, backbone)
+        note = f"the trainer's collator is left alone: {reason}" if reason else "the trainer's collator pads no more"
     logger.info("fastft: %s", note)
     backbone.shared.counters[note] = 1
-    if not reason:
-        setattr(trainer, _METHOD, types.MethodType(get_train_dataloader, trainer))
+    if fixed_tokens is not None or not reason:
+        setattr(trainer, _METHOD, partial(_train_dataloader, trainer, make_collator))
     return trainer
 
 
-def get_train_dataloader(self: Any) -> Any:
-    """The trainer's own, with a copy of its collator that does not pad."""
-    padding = self.data_collator
-    self.data_collator = copy.copy(padding)
-    self.data_collator.padding_free = True
+def _train_dataloader(trainer: Any, make_collator: Callable[[Any], Any]) -> Any:
+    """The trainer's own, with another collator for as long as it takes to build it."""
+    own = trainer.data_collator
+    trainer.data_collator = make_collator(own)
     try:
-        return getattr(type(self), _METHOD)(self)
+        return getattr(type(trainer), _METHOD)(trainer)
     finally:
-        self.data_collator = padding
+        trainer.data_collator = own
+
+
+def _padding_free(collator: Any) -> Any:
+    made = copy.copy(collator)
+    made.padding_free = True
+    return made
+
+
+def _fixed(trainer: Any, backbone: ModuleState, fixed_tokens: int) -> Callable[[Any], FixedTokensCollator]:
+    """Makes the collator of batches of one size.
+
+    Raises:
+        UnsupportedOptionError: the trainer does not pack rows that keep documents apart, or rows too long.
+    """
+    problem = _why_not_fixed(trainer, fixed_tokens) or backbone.keeps_padding
+    if problem:
+        raise UnsupportedOptionError(f"fixed_tokens={fixed_tokens} cannot be honoured: {problem}")
+    counts = sorted(map(len, trainer.train_dataset["seq_lengths"]), reverse=True)
+    return partial(
+        FixedTokensCollator,
+        fixed_tokens=fixed_tokens,
+        max_sequences=sum(counts[: trainer.args.per_device_train_batch_size]),
+        pad_token_id=trainer.data_collator.pad_token_id,
+    )
+
+
+def _why_not_fixed(trainer: Any, fixed_tokens: int) -> str:
+    problem = _why_no_own_collator(trainer)
+    if problem:
+        return problem
+    args = trainer.args
+    if not (args.packing and trainer.data_collator.padding_free):
+        return "it needs packing=True with the strategy 'bfd' or 'bfd_split'"
+    if not hasattr(trainer.train_dataset, "column_names") or not hasattr(trainer.train_dataset, "__len__"):
+        return "a streaming dataset does not tell how many documents its rows hold"
+    rows, longest = args.per_device_train_batch_size, args.max_length
+    if longest is None or rows * longest > fixed_tokens:
+        return f"{rows} rows of max_length={longest} can hold more tokens"
+    return ""
 
 
 def _patched_backbone(model: Any) -> ModuleState | None:
@@ -77,12 +126,10 @@ def _patched_backbone(model: Any) -> ModuleState | None:
 
 
 def _why_left_alone(trainer: Any, backbone: ModuleState) -> str:
-    sft = sys.modules.get("trl.trainer.sft_trainer")
-    if sft is None or not isinstance(trainer, sft.SFTTrainer):
-        return f"a {type(trainer).__name__} is no SFTTrainer"
+    problem = _why_no_own_collator(trainer)
+    if problem:
+        return problem
     collator: Any = trainer.data_collator
-    if type(collator) is not sft.DataCollatorForLanguageModeling:
-        return f"a {type(collator).__name__} is not the one that SFTTrainer makes for text"
     if collator.padding_free:
         return "it makes batches without padding already"
     if trainer.args.packing:
@@ -92,3 +139,13 @@ def _why_left_alone(trainer: Any, backbone: ModuleState) -> str:
     if getattr(collator, "return_position_ids", False):
         return "sequence parallelism wants rows"
     return backbone.keeps_padding
+
+
+def _why_no_own_collator(trainer: Any) -> str:
+    sft = sys.modules.get("trl.trainer.sft_trainer")
+    if sft is None or not isinstance(trainer, sft.SFTTrainer):
+        return f"a {type(trainer).__name__} is no SFTTrainer"
+    collator: Any = trainer.data_collator
+    if type(collator) is not sft.DataCollatorForLanguageModeling:
+        return f"a {type(collator).__name__} is not the one that SFTTrainer makes for text"
+    return ""
