@@ -15,6 +15,7 @@ from datasets import Dataset
 from packed_cases import attention_calls, counters, differences
 from padded_cases import DROPPED, one_sequence
 from peft import LoraConfig
+from tiny_models import tiny_model as tiny_moe
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
@@ -72,6 +73,18 @@ def causal_lm(folder: Path) -> nn.Module:
     return model
 
 
+def mixture(folder: Path) -> nn.Module:
+    """Of which TRL records the router logits, for the balancing loss."""
+    del folder
+    config = copy.deepcopy(start()[0].config)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.2}
+    return tiny_moe("qwen3_moe", vocab_size=config.vocab_size, router_aux_loss_coef=0.5, **experts)
+
+
+def texts_alone() -> Dataset:
+    return Dataset.from_dict({"text": texts(1)})
+
+
 def reward_model(folder: Path) -> nn.Module:
     del folder
     config = copy.deepcopy(start()[0].config)
@@ -98,6 +111,7 @@ CASES: dict[str, tuple[Any, Any, Callable[[], Dataset], dict[str, Any], dict[str
     "dpo": (trl.DPOTrainer, trl.DPOConfig, preferences, {"max_length": 64}, {}),
     "dpo, lora": (trl.DPOTrainer, trl.DPOConfig, preferences, {"max_length": 64}, {"peft_config": _ADAPTER}),
     "kto": (trl.KTOTrainer, trl.KTOConfig, judgements, {"max_length": 64}, {}),
+    "sft, experts": (trl.SFTTrainer, trl.SFTConfig, texts_alone, {"max_length": 64}, {}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, preferences, {"max_length": 64}, {}),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, prompts, _SAMPLED | {"num_iterations": 2}, {"reward_funcs": variety}),
     "grpo, lora": (
@@ -112,7 +126,8 @@ CASES: dict[str, tuple[Any, Any, Callable[[], Dataset], dict[str, Any], dict[str
 
 def run(name: str, folder: Path, patched: bool) -> Any:
     trainer_class, config_class, dataset, fields, arguments = CASES[name]
-    model = reward_model(folder / "weights") if name == "reward" else causal_lm(folder / "weights")
+    made = {"reward": reward_model, "sft, experts": mixture}.get(name, causal_lm)
+    model = made(folder / "weights")
     if patched:
         patch_model(model)
     arguments = dict(arguments)
@@ -159,10 +174,11 @@ def test_a_trainer_on_padded_batches_is_that_of_stock(name: str, tmp_path: Path)
     moved = [name for name, value in trained_weights(ours).items() if not torch.equal(value, ours.at_start[name])]
     assert len(moved) > len(ours.at_start) / 2
     found = counters(ours.model)
+    assert (name == "sft, experts") == any("aux_loss" in entry for entry in metrics(ours))
     assert found[DROPPED] >= STEPS and found["padding dropped, in tokens"] > 0 and attention_calls(ours.model) > 0
 
 
-@pytest.mark.parametrize("name", ["dpo", "reward"])
+@pytest.mark.parametrize("name", ["dpo", "reward", "sft, experts"])
 def test_rows_that_see_each_other_would_be_noticed(name: str, tmp_path: Path) -> None:
     stock = run(name, tmp_path, False)
     with one_sequence():
