@@ -1,0 +1,190 @@
+"""Padded, padding-free and packed training on one script: real tokens a second, share of tokens, memory.
+
+    python benchmarks/packing.py --out packing.jsonl --data alpaca.json -- --model Llama-3.2-1B --steps 8
+    python benchmarks/packing.py --table packing.jsonl --plot packing.png
+
+Every point is a run of train_step.py in a process of its own; what follows "--" goes to it as it is. The mixes are made
+of the same text: "20/80" has 20 long samples, nearly as long as a row may be, to 80 short ones. The gain of packing is
+the last way over the second, which has the same kernels and keeps its padding; the whole is the last over the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: the repository root has to be importable, this folder need not be
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.compare import TRAIN_STEP, conditions, read_lines
+from benchmarks.text import load_rows
+
+WAYS: dict[str, list[str]] = {
+    "stock, padded": ["--stack", "transformers", "--no-packing"],
+    "fastft, packing=False": ["--stack", "fastft", "--no-packing", "--patch-options", "packing=False"],
+    "fastft, padding dropped": ["--stack", "fastft", "--no-packing"],
+    "fastft, packed": ["--stack", "fastft", "--packing"],
+}
+MIXES = ("as it is", "20/80", "50/50")
+COLUMNS = ("lengths", "batch", "way", "real tokens/s", "tokens of the batch", "peak memory", "against the first")
+WORDS_PER_TOKEN = 0.7  # of English, on the safe side: a long sample must not be cut
+SHORT_WORDS = 40
+SAMPLES = 1000
+
+Line = dict[str, Any]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a new file for the JSON lines")
+    parser.add_argument("--table", type=Path, help="measure nothing: print the table of this file")
+    parser.add_argument("--plot", type=Path, help="draw the throughput into this file")
+    parser.add_argument("--data", type=Path, help="JSON list of instruction/input/output (default: docstrings)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="batch sizes")
+    parser.add_argument("--length", type=int, default=2048, help="most tokens of a row")
+    parser.add_argument("arguments", nargs="*", help="for train_step.py, after --")
+    args = parser.parse_args(argv)
+    if (args.out is None) == (args.table is None):
+        parser.error("give either --out, a file to measure into, or --table, a file to print")
+    if args.out is not None and args.out.exists():
+        parser.error(f"{args.out} exists; lines of two runs do not compare, so give a new file or remove it")
+    return args
+
+
+# ------------------------------------------------------------------------------------------------------- samples
+
+
+def mix(rows: list[dict[str, str]], name: str, length: int, seed: int = 0) -> list[dict[str, str]]:
+    """Samples of long and short texts in the ratio of the name ("20/80"), or the rows as they are."""
+    if name not in MIXES:
+        raise ValueError(f"unknown mix {name!r}; choose one of {', '.join(MIXES)}")
+    if name == "as it is":
+        return rows
+    rng, long_percent = random.Random(seed), int(name.split("/")[0])
+    words = [word for row in rows for word in row["output"].split()]
+    long_words = int(length * WORDS_PER_TOKEN)
+    samples = []
+    for number in range(SAMPLES):
+        count = long_words if number % 100 < long_percent else SHORT_WORDS
+        start = rng.randrange(max(1, len(words) - count))
+        samples.append({"instruction": "Go on.", "input": "", "output": " ".join(words[start : start + count])})
+    rng.shuffle(samples)
+    return samples
+
+
+# --------------------------------------------------------------------------------------------------------- runs
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Runs every point and appends its line; the number of runs that failed."""
+    rows, failed = load_rows(args.data, seed=0), 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.mixes:
+            data = Path(folder) / f"{name.replace('/', '-').replace(' ', '-')}.json"
+            data.write_text(json.dumps(mix(rows, name, args.length)), encoding="utf-8")
+            for batch in args.rows:
+                for way in args.ways:
+                    print(f"{name}, batch {batch}: {way}", file=sys.stderr, flush=True)
+                    options = ["--data", str(data), "--rows", str(batch), "--length", str(args.length), *WAYS[way]]
+                    line = run(args.arguments + options)
+                    failed += "failure" in line
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps({"way": way, "mix": name, "batch": batch, **line}) + "\n")
+    return failed
+
+
+def run(options: list[str]) -> Line:
+    """The line that train_step.py prints, or why there is none."""
+    command = [sys.executable, str(TRAIN_STEP), *options]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode == 0:
+        line: Line = json.loads(finished.stdout)
+        return line
+    print(f"it failed:\n{finished.stderr[-1500:]}", file=sys.stderr, flush=True)
+    out_of_memory = "out of memory" in finished.stderr
+    return {"failure": "out of memory" if out_of_memory else f"exit status {finished.returncode}"}
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+def points(lines: list[Line]) -> Iterator[list[Line]]:
+    """The lines of each mix and batch size, in the order of the ways."""
+    keys = dict.fromkeys((line["mix"], line["batch"]) for line in lines)
+    for key in keys:
+        yield [line for line in lines if (line["mix"], line["batch"]) == key]
+
+
+def summarise(lines: list[Line]) -> list[list[str]]:
+    rows = []
+    for point in points(lines):
+        yardstick = None
+        for line in point:
+            where = [line["mix"], str(line["batch"]), line["way"]]
+            if "failure" in line:
+                rows.append([*where, line["failure"], "", "", ""])
+                continue
+            rate, memory = line["real_tokens_per_s_median"], line["peak_memory_gb"]
+            share = sum(line["tokens_per_step"]) / sum(line["places_per_step"])
+            yardstick = yardstick or rate
+            rows.append([
+                *where, f"{rate:,.0f}", f"{share:.0%}", f"{memory:.1f} GB" if memory else "not measured",
+                f"{rate / yardstick:.2f}x",
+            ])  # fmt: skip
+    return rows
+
+
+def table(lines: list[Line]) -> str:
+    """The table in markdown, with its conditions below."""
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *summarise(lines)]
+    measured = [line for line in lines if "failure" not in line]
+    return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", conditions(measured) if measured else ""])
+
+
+def plot(lines: list[Line], path: Path) -> None:
+    """Real tokens a second over the batch size: a panel for each mix, a line for each way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mixes = list(dict.fromkeys(line["mix"] for line in lines))
+    figure, axes = pyplot.subplots(1, len(mixes), figsize=(4.5 * len(mixes), 4), squeeze=False, sharey=True)
+    for panel, name in zip(axes[0], mixes, strict=True):
+        for way in dict.fromkeys(line["way"] for line in lines):
+            found = [x for x in lines if x["mix"] == name and x["way"] == way and "failure" not in x]
+            panel.plot([x["batch"] for x in found], [x["real_tokens_per_s_median"] for x in found], "o-", label=way)
+        panel.set_title(f"lengths: {name}")
+        panel.set_xlabel("batch size (rows)")
+        batches = sorted({line["batch"] for line in lines})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(batches, [str(batch) for batch in batches])
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    axes[0][0].set_ylabel("real tokens / s (padding not counted)")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    failed = measure(args) if args.out is not None else 0
+    lines = read_lines(args.out or args.table)
+    print(table(lines))
+    if args.plot is not None:
+        plot(lines, args.plot)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
