@@ -18,8 +18,8 @@ class PatchConfig:
     Attributes:
         attention: "fa2" (PyTorch's own varlen FlashAttention-2), "sdpa" (one call per document), "reference".
         packing: "auto" recognises batches that hold several sequences in a row and keeps them apart, and in training
-            drops the padding of padded ones: hidden states and logits are zero there. False hands every batch to the
-            stock implementation.
+            drops the padding of padded ones where no label asks for an output there: hidden states are zero at such
+            places. False hands every batch to the stock implementation.
         rope: "triton", "reference".
         rope_in_place: True rotates q and k where they lie whenever that is provably safe, "auto" only in batches so
             long that the memory counts, False never. The results are the same. Under True the report counts refusals

@@ -8,7 +8,6 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -183,10 +182,7 @@ def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
     from .modules.attention import AttentionName
 
     state = state_of(module)
-    if state is None or state.kind != binding.kind:
-        return False
-    # Trainers wrap or replace a causal LM's forward after patching, and fastft does not step in between.
-    if state.bound != binding.bind_forward and binding.kind != "causal_lm":
+    if state is None or (state.kind, state.bound) != (binding.kind, binding.bind_forward):
         return False
     if binding.bind_forward and "forward" not in module.__dict__:
         return False
@@ -198,22 +194,10 @@ def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
 # ---------------------------------------------------------------------------------------------- bound forwards
 
 
-def _forward_for(module: nn.Module, kind: str) -> Callable[..., Any]:
-    from .modules import attention, causal_lm, mlp, norm
+def _forwards() -> dict[str, Callable[..., Any]]:
+    from .modules import attention, mlp, norm
 
-    if kind == "causal_lm":
-        return causal_lm.for_class(type(module))
-    forwards: dict[str, Callable[..., Any]] = {
-        "attention": attention.forward, "mlp": mlp.forward, "rms_norm": norm.forward,
-    }  # fmt: skip
-    return forwards[kind]
-
-
-def _codes() -> tuple[CodeType, ...]:
-    """What tells a forward of fastft: one of them is made anew for each class."""
-    from .modules import attention, causal_lm, mlp, norm
-
-    return tuple(module.forward.__code__ for module in (attention, causal_lm, mlp, norm))
+    return {"attention": attention.forward, "mlp": mlp.forward, "rms_norm": norm.forward}
 
 
 def _slot(module: nn.Module) -> str:
@@ -226,7 +210,7 @@ def _is_ours(module: nn.Module) -> bool:
     slot = _slot(module)
     function = getattr(module.__dict__.get(slot), "__func__", None)
     idle = slot == "forward" and function is type(module).forward
-    return function is not None and (idle or getattr(function, "__code__", None) in _codes())
+    return function is not None and (idle or function in _forwards().values())
 
 
 def _bound_names(target: nn.Module) -> frozenset[str]:
@@ -234,8 +218,7 @@ def _bound_names(target: nn.Module) -> frozenset[str]:
     names = set()
     for fqn, module in target.named_modules():
         state = state_of(module)
-        below = state is not None and state.bound and state.kind != "causal_lm"
-        if below or _is_ours(module):
+        if (state is not None and state.bound) or _is_ours(module):
             names.add(fqn)
     return frozenset(names)
 
@@ -243,9 +226,7 @@ def _bound_names(target: nn.Module) -> frozenset[str]:
 def _refuse_buried_forwards(target: nn.Module) -> None:
     for fqn, module in target.named_modules():
         state = state_of(module)
-        if state is None or not state.bound or state.kind == "causal_lm":  # that one works without a state as well
-            continue
-        if "forward" in module.__dict__ and not _is_ours(module):
+        if state is not None and state.bound and "forward" in module.__dict__ and not _is_ours(module):
             raise PatchConflictError(
                 f"the forward of {fqn} was replaced after patch_model, by something that may call fastft's; undo that "
                 "first, then call this again"
@@ -265,7 +246,7 @@ def _unbind(module: nn.Module) -> None:
 
 
 def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
-    from .modules import attention, backbone
+    from .modules import attention, backbone, heads
 
     shared = ModelState(config)
     if config.lora is not False:
@@ -282,10 +263,10 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         names: tuple[str, ...] = ()
         if binding.fqn in attending:
             _select_attention(module.config)
-        if binding.kind in ("causal_lm", "backbone"):
+        if binding.kind in ("head", "backbone"):
             names = positional_names(type(module).forward)
-        if binding.kind == "causal_lm":
-            module.register_forward_pre_hook(backbone.refuse_replica)
+        if binding.kind == "head":
+            module.register_forward_pre_hook(heads.announce_used_outputs, with_kwargs=True)
         if binding.kind == "backbone":
             module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
             module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
@@ -293,7 +274,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
             shared, binding.kind, binding.family, names, binding.bind_forward, binding.keeps_padding
         )
         if binding.bind_forward:
-            module.__dict__[_slot(module)] = types.MethodType(_forward_for(module, binding.kind), module)
+            module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
 
 
 def _own_configs(target: nn.Module, shared: ModelState) -> None:
@@ -341,14 +322,13 @@ def _carry_over(entry: OwnConfig, former: dict[int, Any]) -> None:
 
 def _remove_hooks(module: nn.Module) -> None:
     """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
-    from .modules import backbone
+    from .modules import backbone, heads
 
-    ours: tuple[tuple[Callable[..., Any], Any, Any], ...] = (
-        (backbone.refuse_replica, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    for hook, hooks, with_kwargs in (
+        (heads.announce_used_outputs, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.finish_packing, module._forward_hooks, module._forward_hooks_with_kwargs),
-    )
-    for hook, hooks, with_kwargs in ours:
+    ):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]
             with_kwargs.pop(key, None)

@@ -56,7 +56,7 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "causal_lm", "backbone", "attention", "mlp", "rms_norm"
+    kind: str  # "head", "backbone", "attention", "mlp", "rms_norm"
     family: FamilySpec | None
     bind_forward: bool
     keeps_padding: str = ""  # of a backbone: why padded batches keep their padding, or ""
@@ -85,7 +85,7 @@ def make_plan(
     Raises:
         UnsupportedOptionError: an option named explicitly that a module cannot honour.
     """
-    planner = _Planner(model, config, already_bound, strict)
+    planner = _Planner(model, config, strict)
     for fqn, module in model.named_modules():
         planner.visit(fqn, module, taken="forward" in module.__dict__ and fqn not in already_bound)
     planner.finish()
@@ -95,11 +95,10 @@ def make_plan(
 class _Planner:
     """Gathers the decisions over the modules of one model."""
 
-    def __init__(self, model: nn.Module, config: PatchConfig, already_bound: frozenset[str], strict: bool) -> None:
+    def __init__(self, model: nn.Module, config: PatchConfig, strict: bool) -> None:
         self.name = type(structure.pretrained_model(model) or model).__name__
         self.model = model
         self.config = config
-        self.already_bound = already_bound
         self.strict = strict
         self.bindings: list[Binding] = []
         self.replaced: list[Replacement] = []
@@ -145,16 +144,17 @@ class _Planner:
             if family is None:
                 self._skip(fqn, "attention", problem)
             return
-        stays = structure.why_padding_stays(module) if family is None else ""
+        head = structure.head_over(self.model, module)
+        stays = structure.why_padding_stays(module)
+        if head is None:
+            stays = stays or "no head that says which outputs it uses"
         reason = "boundaries from the collator, from positions that restart, or given; padding is " + (
-            f"kept: {stays}" if stays else "dropped in training"
+            f"kept: {stays}" if stays else "dropped in training, where no label asks for an output there"
         )
         self.replaced.append(Replacement(fqn, "packing", "varlen", reason))
         self.bindings.append(Binding(fqn, "backbone", family, False, stays))
-        above = structure.causal_lm_over(self.model, module)
-        if above is not None and not stays:
-            free = above in self.already_bound or "forward" not in self.model.get_submodule(above).__dict__
-            self.bindings.append(Binding(above, "causal_lm", family, free))
+        if head is not None and not stays:
+            self.bindings.append(Binding(head, "head", family, False))
 
     def _known(self, fqn: str, module: nn.Module, kind: str, family: FamilySpec, taken: bool) -> None:
         before = len(self.replaced)

@@ -51,23 +51,33 @@ def find_decoder(model: nn.Module) -> tuple[str, nn.Module] | None:
     return next((fqn, module) for fqn, module in model.named_modules() if module is decoder)
 
 
-def causal_lm_over(model: nn.Module, backbone: nn.Module) -> str | None:
-    """The name of the module that makes a loss over next tokens of the backbone's hidden states, if there is one."""
+def head_over(model: nn.Module, backbone: nn.Module) -> str | None:
+    """The name of the module that makes a loss of the backbone's outputs, if it is one that says which it uses."""
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
     owner: Any = pretrained_model(model)
-    if owner is None or owner is backbone or not owner.can_generate():
+    if owner is None or owner is backbone:
         return None
     if not {"labels", "attention_mask"} <= set(inspect.signature(type(owner).forward).parameters):
+        return None
+    classifies = isinstance(owner, GenericForSequenceClassification | GenericForTokenClassification)
+    if not classifies and not owner.can_generate():
         return None
     return next(fqn for fqn, module in model.named_modules() if module is owner)
 
 
 def why_padding_stays(backbone: nn.Module) -> str:
-    """Why padded batches of a packable backbone that no family file names keep their padding; "" if they may lose it.
+    """Why padded batches of a packable backbone keep their padding; "" if they may lose it.
 
     Without padding a batch is one row. Attention that our engines lack something for would then see T x T scores, for
     all T tokens of the batch, in place of L x L for each of its rows.
     """
     config = backbone.config
+    lengths = [kind for kind in _rope_types(config) if "dynamic" in kind or "longrope" in kind]
+    if lengths:
+        return f"rotary embeddings of the kind {lengths[0]!r} depend on the length of the rows"
+    if getattr(config, "layerdrop", 0.0):
+        return "layers are left out at random"
     for module in interface_attention(backbone).values():
         words = _words(type(module).forward)
         name = type(module).__name__
@@ -122,6 +132,13 @@ def why_not_packable(backbone: nn.Module) -> str:
         if shares and any("kv_shared" in word or "shared_kv" in word for word in heard):
             return f"layers of {name} share keys and values"
     return _why_not_reached(backbone, attention) or _other_mixer(backbone, attention)
+
+
+def _rope_types(config: Any) -> list[str]:
+    """Of all layers: a config has one set of parameters, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [str(each.get("rope_type") or each.get("type") or "") for each in sets]
 
 
 def _has_window(config: Any) -> bool:

@@ -21,7 +21,7 @@ NO_PADDING = "no padding"
 NO_TOKENS = "no tokens"
 GAPS = "a mask with gaps inside of a row"
 POSITIONS = "padded rows whose positions do not rise by one"
-LABELLED_PADDING = "padding that is a target"
+USED_PADDING = "an output at padding is used"
 
 
 class UnpaddedSequences(PackedSequences):
@@ -46,7 +46,7 @@ class UnpaddedSequences(PackedSequences):
         cls,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        targets_on_padding: torch.Tensor | None = None,
+        used_padding: torch.Tensor | None = None,
     ) -> UnpaddedSequences | str:
         """Finds the tokens of a padded batch. Costs exactly one synchronisation on a device.
 
@@ -54,7 +54,7 @@ class UnpaddedSequences(PackedSequences):
             attention_mask: `[B, L]`, not 0 where a token is.
             position_ids: integer `[B, L]`, if the batch came with them. Positions that restart or jump inside a row say
                 something else than the mask does.
-            targets_on_padding: bool `[B, L]`, True where a label asks for a prediction that only padding could make.
+            used_padding: bool `[B, L]`, True where somebody will use the output at a place of padding.
 
         Returns:
             The sequences, or why the batch is to be left as it is.
@@ -64,8 +64,8 @@ class UnpaddedSequences(PackedSequences):
         """
         if attention_mask.ndim != 2:
             raise PackingError(f"attention_mask must be [B, L], got {tuple(attention_mask.shape)}")
-        given = [attention_mask != 0, position_ids, targets_on_padding]
-        for name, tensor in (("position_ids", position_ids), ("targets_on_padding", targets_on_padding)):
+        given = [attention_mask != 0, position_ids, used_padding]
+        for name, tensor in (("position_ids", position_ids), ("used_padding", used_padding)):
             if tensor is not None and tensor.shape != attention_mask.shape:
                 raise PackingError(
                     f"{name} {tuple(tensor.shape)} and attention_mask {tuple(attention_mask.shape)} must cover the "
@@ -75,8 +75,8 @@ class UnpaddedSequences(PackedSequences):
         on_host = iter(torch.stack([x.to(torch.int64) for x in given if x is not None]).cpu())
         real = next(on_host).bool()
         positions = None if position_ids is None else next(on_host)
-        misplaced = None if targets_on_padding is None else next(on_host)
-        problem = _why_left(real, positions, misplaced)
+        used = None if used_padding is None else next(on_host)
+        problem = _why_left(real, positions, used)
         if problem:
             return problem
         batch_size, length = real.shape
@@ -134,26 +134,7 @@ class UnpaddedSequences(PackedSequences):
         return padded.index_copy(0, self.token_indices, x)
 
 
-def targets_of_padding(
-    attention_mask: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The labels that only the output at a place of padding could predict, since a label is predicted one place before.
-
-    Args:
-        attention_mask: `[B, L]`.
-        labels: `[B, L]`, not yet shifted.
-
-    Returns:
-        Two bool `[B, L]`: labels of padding; and labels of a row's first token, where padding stands before it.
-    """
-    real = attention_mask != 0
-    after_padding = torch.zeros_like(real)
-    after_padding[:, 1:] = ~real[:, :-1]
-    targets = after_padding & (labels != ignore_index)
-    return targets & ~real, targets & real
-
-
-def _why_left(real: torch.Tensor, positions: torch.Tensor | None, misplaced: torch.Tensor | None) -> str:
+def _why_left(real: torch.Tensor, positions: torch.Tensor | None, used: torch.Tensor | None) -> str:
     """All on the host."""
     counts = real.sum(1)
     if bool(real.all()):
@@ -165,7 +146,7 @@ def _why_left(real: torch.Tensor, positions: torch.Tensor | None, misplaced: tor
         return GAPS
     if positions is not None and bool((((positions.diff(dim=1) != 1) & real[:, 1:]) & real[:, :-1]).any()):
         return POSITIONS
-    return LABELLED_PADDING if misplaced is not None and bool(misplaced.any()) else ""
+    return USED_PADDING if used is not None and bool(used.any()) else ""
 
 
 def _upload_indices(real: torch.Tensor, device: torch.device) -> torch.Tensor:

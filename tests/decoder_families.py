@@ -116,8 +116,10 @@ def coverage_table() -> str:
         families[served_how(family)].append(family)
     lines = ["| documents of a packed row are | families |", "|---|---|"]
     lines += [f"| {how} | {', '.join(families[how])} |" for how in sorted(families)]
-    kept = [family for family in sorted(DECODERS) if not drops_padding(patch_model(tiny_decoder(family)))]
-    return "\n".join([*lines, "", f"Padding is dropped in training in all of them but {', '.join(kept)}."])
+    packed = {family: patch_model(tiny_decoder(family)) for family in sorted(DECODERS)}
+    kept = [family for family, model in packed.items() if not why_stock(model) and not drops_padding(model)]
+    said = f"Padding is dropped in training in those that are kept apart, but for {', '.join(kept)}"
+    return "\n".join([*lines, "", f"{said};", "in those of the first line, only where it stands behind the tokens."])
 
 
 if __name__ == "__main__":

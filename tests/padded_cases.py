@@ -18,8 +18,13 @@ LENGTHS = (12, 7, 1, 9)
 DROPPED = "batches: packed, padding dropped"
 
 
-def padded(side: str, lengths: tuple[int, ...] = LENGTHS, *, first_tokens: bool = False) -> dict[str, torch.Tensor]:
-    """A batch padded to the longest; labels everywhere but on padding, and on a row's first token if asked for."""
+def padded(
+    side: str, lengths: tuple[int, ...] = LENGTHS, *, first_tokens: bool = False, pad_id: int = 5
+) -> dict[str, torch.Tensor]:
+    """A batch padded to the longest; labels everywhere but on padding, and on a row's first token if asked for.
+
+    The pad id is one whose embedding is not zero, so that what stock computes there is not zero either.
+    """
     generator = torch.Generator().manual_seed(4)
     longest = max(lengths)
     ids = torch.randint(3, VOCAB, (len(lengths), longest), generator=generator)
@@ -29,7 +34,7 @@ def padded(side: str, lengths: tuple[int, ...] = LENGTHS, *, first_tokens: bool 
     labels = ids.masked_fill(mask == 0, -100)
     if not first_tokens:
         labels[torch.arange(len(lengths)), mask.argmax(1)] = -100
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+    return {"input_ids": ids.masked_fill(mask == 0, pad_id), "attention_mask": mask, "labels": labels}
 
 
 def train_once(model: nn.Module, batch: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:

@@ -35,27 +35,19 @@ def announce_packing(
     return _announce(state, module, args, kwargs)
 
 
-def refuse_replica(module: nn.Module, *_: Any) -> None:
-    """Refuses a replica of `nn.DataParallel`; also a forward pre-hook.
-
-    Raises:
-        UnsupportedModelError: the module is one.
-    """
-    if getattr(module, "_is_replica", False):
-        raise UnsupportedModelError(
-            "nn.DataParallel copies modules without their bound forwards, which would compute on the original's "
-            "weights; launch one process a GPU instead (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES"
-        )
-
-
 # What it looks at differs from batch to batch; a compiler would specialise on it.
 @torch.compiler.disable
 def _announce(
     state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    refuse_replica(module)
+    if getattr(module, "_is_replica", False):
+        raise UnsupportedModelError(
+            "nn.DataParallel copies modules without their bound forwards, which would compute on the original's "
+            "weights; launch one process a GPU instead (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES"
+        )
     kwargs = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
-    packed, reason = find_sequences(state.shared, module, kwargs)
+    used_padding, state.shared.used_padding = state.shared.used_padding, None
+    packed, reason = find_sequences(state.shared, module, kwargs, used_padding)
     state.shared.counters[f"batches: {reason}"] += 1
     if packed is None:
         if "packed_sequences" not in kwargs:
@@ -104,7 +96,7 @@ def finish_packing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _repadded(packed: UnpaddedSequences, output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return packed.repad(output)
-    if isinstance(output, tuple):  # return_dict=False; nothing is recorded, so the rest has no rows
+    if isinstance(output, tuple):  # return_dict=False, where no batch loses its padding if something is recorded
         return packed.repad(output[0]), *output[1:]
     output["last_hidden_state"] = packed.repad(output["last_hidden_state"])
     router_logits = output.get("router_logits")

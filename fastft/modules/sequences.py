@@ -10,15 +10,16 @@ from torch import nn
 from ..errors import PackingError
 from ..packing import PackedSequences
 from ..unpadding import NO_PADDING, UnpaddedSequences
+from .adapters import why_adapters_need_rows
 from .attention import AttentionName
-from .state import ModelState, state_of
+from .state import ModelState, UsedPadding, state_of
 
 # Why a batch goes the stock way although boundaries may have come with it.
 _CACHE = "a cache is in use, which holds one sequence a row"
 _OTHER_MASK = "a 2-D attention mask of another shape than the tokens"
 _PREPARED_MASK = "a prepared attention mask"
 
-# What the repadding hook and the code around it know how to handle; another tensor of the batch's shape stays unmapped.
+# What loses its padding with the batch, or says where it is. The backbone ignores labels.
 _MAPPED = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"})
 
 
@@ -28,8 +29,16 @@ def tokens_of(kwargs: dict[str, Any]) -> Any:
     return ids if ids is not None else kwargs.get("inputs_embeds")
 
 
-def find_sequences(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]) -> tuple[PackedSequences | None, str]:
+def find_sequences(
+    shared: ModelState, module: nn.Module, kwargs: dict[str, Any], used_padding: UsedPadding | None
+) -> tuple[PackedSequences | None, str]:
     """The boundaries of this batch and how they were found, or None with the reason why it goes the stock way.
+
+    Args:
+        shared: of the model.
+        module: its backbone.
+        kwargs: the backbone's.
+        used_padding: what its head has announced.
 
     Raises:
         PackingError: what came with the batch contradicts itself.
@@ -44,7 +53,7 @@ def find_sequences(shared: ModelState, module: nn.Module, kwargs: dict[str, Any]
     _check_positions(position_ids, batch_size, length)
     given, from_collator = kwargs.get("packed_sequences"), kwargs.get("cu_seq_lens_q") is not None
     if given is None and not from_collator:
-        return _from_positions(shared, module, kwargs, position_ids, tokens)
+        return _from_positions(shared, module, kwargs, position_ids, tokens, used_padding)
     _check_no_padding(shared, mask)
     packed = given if given is not None else _from_collator(shared, kwargs, batch_size * length)
     _check_covers(packed, batch_size, length)
@@ -166,6 +175,7 @@ def _from_positions(
     kwargs: dict[str, Any],
     position_ids: torch.Tensor | None,
     tokens: torch.Tensor,
+    used_padding: UsedPadding | None,
 ) -> tuple[PackedSequences | None, str]:
     batch_size, length = tokens.shape[:2]
     mask = kwargs.get("attention_mask")
@@ -178,17 +188,19 @@ def _from_positions(
         if not whole_rows:
             return None, "stock, whole rows outside training"
         return PackedSequences.from_lengths([length] * batch_size, tokens.device), "whole rows"
-    keeps_padding = _why_padding_stays(module, kwargs, tokens)
+    told = used_padding is not None and mask is not None and _is_same(used_padding.attention_mask, mask)
+    keeps_padding = _why_padding_stays(module, kwargs, tokens, told)
     if position_ids is None and not whole_rows and keeps_padding:
         return None, f"stock, {keeps_padding}"
     if tokens.device.type == "meta":
         return None, "stock, the meta device has no positions to read"
     # Boundaries made in inference mode cannot be saved for a backward later.
     question = ("positions", batch_size, length, whole_rows, keeps_padding, torch.is_inference_mode_enabled())
-    sources = (position_ids, mask, shared.targets_on_padding)
+    places = used_padding.places if used_padding is not None and told else None
+    sources = (position_ids, mask, places)
     found, answer = shared.packed_cache.lookup(question, *sources)
     if not found:
-        answer = _read(shared, module, position_ids, tokens, mask, whole_rows, keeps_padding)
+        answer = _read(module, position_ids, tokens, mask, places, whole_rows, keeps_padding)
         shared.packed_cache.remember(answer, question, *sources)
     if isinstance(answer, str):
         return None, f"stock, {answer}"
@@ -199,11 +211,11 @@ def _from_positions(
 
 
 def _read(
-    shared: ModelState,
     module: nn.Module,
     position_ids: torch.Tensor | None,
     tokens: torch.Tensor,
     mask: torch.Tensor | None,
+    used_places: torch.Tensor | None,
     whole_rows: bool,
     keeps_padding: str,
 ) -> PackedSequences | str:
@@ -212,7 +224,7 @@ def _read(
     if position_ids is not None:
         position_ids = position_ids.expand(batch_size, length)
     if mask is not None and not keeps_padding:
-        unpadded = UnpaddedSequences.from_mask(mask, position_ids, shared.targets_on_padding)
+        unpadded = UnpaddedSequences.from_mask(mask, position_ids, used_places)
         if isinstance(unpadded, UnpaddedSequences):
             state = state_of(module)
             if unpadded.starts_padded and (state is None or state.family is None):
@@ -232,11 +244,15 @@ def _read(
     return packed if packed is not None else f"padded or ambiguous positions{why}"
 
 
-def _why_padding_stays(module: Any, kwargs: dict[str, Any], tokens: torch.Tensor) -> str:
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.device == b.device and a.data_ptr() == b.data_ptr())
+
+
+def _why_padding_stays(module: Any, kwargs: dict[str, Any], tokens: torch.Tensor, told: bool) -> str:
     """Why a padded batch keeps its padding, whatever its mask says; empty if it may lose it.
 
-    The outputs have zeros where the padding was, and there is no cache: a trainer looks at neither. It computes in
-    training mode, with gradients, or without them and told to use no cache (log-probabilities of a reference policy).
+    The outputs have zeros where the padding was, and there is no cache. That suits training, with gradients, or without
+    them and told to use no cache (log-probabilities of a reference policy).
     """
     state, config = state_of(module), module.config
     if state is None or state.keeps_padding:
@@ -245,14 +261,32 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], tokens: torch.Tensor
     unwanted = (getattr(config, "use_cache", None) if use_cache is None else use_cache) is False
     if use_cache or not module.training or not (torch.is_grad_enabled() or unwanted):
         return "padded rows outside training"
+    if not told:
+        return "which outputs are used is not known"
     for what in ("attentions", "hidden_states"):
-        asked = kwargs.get(f"output_{what}")
-        if getattr(config, f"output_{what}", False) if asked is None else asked is not False:
+        if _is_recorded(what, config, kwargs):
             return f"{what} are recorded"
+    if _is_recorded("router_logits", config, kwargs) and kwargs.get("return_dict", config.return_dict) is False:
+        return "router logits are recorded in a tuple"
     for name, value in kwargs.items():
-        if name not in _MAPPED and isinstance(value, torch.Tensor) and tokens.shape[1] in value.shape[:2]:
+        if name not in _MAPPED and isinstance(value, torch.Tensor) and value.ndim:
             return f"{name!r} cannot be mapped to a batch without padding"
-    return ""
+    if getattr(_embedding(module), "neftune_noise_alpha", None) is not None:
+        return "NEFTune's noise depends on the length of the rows"
+    return why_adapters_need_rows(module)
+
+
+def _is_recorded(what: str, config: Any, kwargs: dict[str, Any]) -> bool:
+    """An index is a wish as well: of one layer's states."""
+    asked = kwargs.get(f"output_{what}")
+    if asked is None:
+        asked = getattr(config, f"output_{what}", False)
+    return asked is not False and asked is not None
+
+
+def _embedding(module: Any) -> nn.Module | None:
+    found = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+    return found if isinstance(found, nn.Module) else None
 
 
 def _serves_whole_rows(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -28,6 +28,13 @@ class OwnConfig(NamedTuple):
     at_patching: dict[str, Any]  # the fields of `own` at that time
 
 
+class UsedPadding(NamedTuple):
+    """Where a head will use outputs at padding."""
+
+    attention_mask: torch.Tensor  # of this batch
+    places: torch.Tensor  # bool [B, L]
+
+
 class ModelState:
     """State of one patched model. Counters tell how often each implementation ran, so that nothing is silently off."""
 
@@ -36,8 +43,8 @@ class ModelState:
         self.counters: Counter[str] = Counter()
         self.packed_cache = PackedSequenceCache()
         self.projector: Projector | None = None
-        # While a causal LM with labels runs: bool [B, L], where a label asks padding for a prediction.
-        self.targets_on_padding: torch.Tensor | None = None
+        # From a head to its backbone, which takes it away; None if no head has said what it uses.
+        self.used_padding: UsedPadding | None = None
         self.configs: list[OwnConfig] = []
 
 
@@ -56,9 +63,9 @@ class ModuleState:
         keeps_padding: str = "",
     ) -> None:
         self.shared = shared
-        self.kind = kind  # "causal_lm", "backbone", "attention", "mlp", "rms_norm"
+        self.kind = kind  # "head", "backbone", "attention", "mlp", "rms_norm"
         self.family = family
-        self.parameter_names = parameter_names  # of the forward of a causal LM or backbone, in order
+        self.parameter_names = parameter_names  # of the forward of a head or backbone, in order
         self.keeps_padding = keeps_padding  # of a backbone: why padded batches keep their padding, or ""
         self.bound = bound  # whether a forward of fastft was bound onto the module
         self.attention_before = 0  # of a backbone: attention calls counted when its present forward began

@@ -155,7 +155,8 @@ def main(folder: str, collator: str) -> None:
             {**found, "gradients": {n.removeprefix("module."): g for n, g in gradients.items()}},
             Path(folder) / "found.pt",
         )
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads may outlive a process group that is taken down, and abort the process
 
 
 if __name__ == "__main__":

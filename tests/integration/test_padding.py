@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 from typing import Any
 
@@ -11,12 +10,19 @@ import pytest
 import torch
 from packed_cases import attention_calls, counters, differences, pair
 from padded_cases import DROPPED, LENGTHS, alone, one_sequence, padded, train_once
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PolyConfig, get_peft_model
 from tiny_models import FAMILIES, tiny_config, tiny_model
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from fastft import patch_model, unpatch_model
-from fastft.modules.attention import AttentionName
+from fastft import patch_model, report, unpatch_model
+from fastft.modules.state import UsedPadding, state_of
+
+USED = "batches: stock, an output at padding is used"
+UNKNOWN = "which outputs are used is not known"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -74,11 +80,11 @@ def test_labels_of_padding_keep_the_batch_as_it_is(wrap: Any) -> None:
     batch["labels"] = batch["input_ids"].clone()
     got, expected = train_once(model, batch), train_once(stock, batch)
     assert torch.equal(got["loss"], expected["loss"])
-    assert counters(model)["batches: stock, padding that is a target"] == 1
+    assert counters(model)[USED] == 1
     shifted = torch.full_like(batch["labels"], -100)
     shifted[1, 8] = 5  # predicted at padding
     assert torch.isfinite(model(**{**batch, "labels": batch["labels"], "shift_labels": shifted}).loss)
-    assert counters(model)["batches: stock, padding that is a target"] == 2
+    assert counters(model)[USED] == 2
 
 
 def test_the_padding_after_a_row_may_be_predicted_by_its_last_token() -> None:
@@ -90,32 +96,83 @@ def test_the_padding_after_a_row_may_be_predicted_by_its_last_token() -> None:
     assert counters(model)[DROPPED] == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 28}])
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: get_peft_model(model, LoraConfig(r=2))])
-def test_a_first_token_after_padding_is_no_target(wrap: Any) -> None:
-    """Stock predicts it from padding, which no row does by itself."""
+def test_a_first_token_after_padding_that_is_a_target_keeps_the_batch_as_it_is(wrap: Any, options: dict) -> None:
+    """Stock predicts it from padding, and counts it among the items of the batch."""
     stock, model = (wrap(each) for each in pair("llama"))
     batch = padded("left", first_tokens=True)
-    labels = batch["labels"].clone()
-    got = train_once(model, batch)
-    assert torch.equal(batch["labels"], labels), "the caller's labels were written"
-    assert not torch.allclose(got["loss"], train_once(stock, batch)["loss"])
-    without = train_once(model, padded("left"))
-    assert torch.equal(got["loss"], without["loss"]) and counters(model)[DROPPED] == 2
+    got, expected = train_once(model, batch, **options), train_once(stock, batch, **options)
+    assert torch.equal(got["loss"], expected["loss"]) and counters(model)[USED] == 1
+
+
+def test_the_index_to_ignore_is_the_callers() -> None:
+    stock, model = pair("llama")
+    batch = padded("left")
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, -1)
+    losses = [each(**batch, ignore_index=-1).loss for each in (model, stock)]
+    torch.testing.assert_close(*losses)
+    assert counters(model)[DROPPED] == 1
+
+
+def _compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def _with_another_forward(model: Any) -> Any:
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["patched first", "patched last"])
+@pytest.mark.parametrize("wrap", [_compiled, _with_another_forward])
+def test_labels_are_seen_through_whatever_lies_over_the_model(wrap: Any, late: bool) -> None:
+    """Trainers wrap a model's forward, put another in its place, or compile it, before or after patching."""
+    stock = tiny_model("llama", initializer_range=0.2)
+    model = copy.deepcopy(stock)
+    outer = wrap(model if late else patch_model(model, lora=False))
+    patch_model(model, lora=False)
+    asking = padded("right")
+    asking["labels"] = asking["input_ids"].clone()
+    for batch, name in ((padded("left"), DROPPED), (padded("left", first_tokens=True), USED), (asking, USED)):
+        before = counters(model).get(name, 0)
+        torch.testing.assert_close(outer(**batch).loss, stock(**batch).loss)
+        assert counters(model)[name] == before + 1
+
+
+def test_labels_that_the_model_does_not_see_keep_the_batch_as_it_is() -> None:
+    """As under label smoothing or a loss function of one's own, where a trainer keeps them."""
+    stock, model = pair("llama")
+    batch = padded("right")
+    del batch["labels"]
+    assert torch.equal(model(**batch).logits, stock(**batch).logits)
+    assert not any("dropped" in name for name in counters(model)) and UNKNOWN in " ".join(counters(model))
+
+
+def test_a_backbone_by_itself_keeps_the_padding() -> None:
+    """What its caller does with the hidden states is not known: not even after a head has announced its own wishes."""
+    stock, model = pair("mistral")
+    batch = padded("left")
+    model(**batch), stock(**batch)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    got, expected = model.model(**given).last_hidden_state, stock.model(**given).last_hidden_state
+    assert torch.equal(got, expected) and UNKNOWN in " ".join(counters(model))
+    assert counters(model)[DROPPED] == 1
 
 
 @pytest.mark.parametrize("embedded", [False, True])
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_the_backbone_alone_gives_hidden_states_with_zeros_at_the_padding(embedded: bool, return_dict: bool) -> None:
-    stock, model = (each.model for each in pair("mistral"))
+def test_outputs_come_back_in_their_places_with_zeros_at_the_padding(embedded: bool, return_dict: bool) -> None:
+    stock, model = pair("mistral")
     batch = padded("left")
     mask = batch["attention_mask"]
-    positions = torch.arange(12).expand(4, -1) + 3
-    given = {"inputs_embeds": stock.embed_tokens(batch["input_ids"])} if embedded else {"input_ids": batch["input_ids"]}
-    kwargs = {**given, "attention_mask": mask, "position_ids": positions, "return_dict": return_dict}
-    got, expected = model(**kwargs), stock(**kwargs)
-    assert isinstance(got, tuple) is not return_dict
-    torch.testing.assert_close(got[0][mask != 0], expected[0][mask != 0], rtol=1e-4, atol=1e-5)
-    assert not got[0][mask == 0].any()
+    if embedded:
+        batch["inputs_embeds"] = stock.model.embed_tokens(batch.pop("input_ids"))
+    batch |= {"position_ids": torch.arange(12).expand(4, -1) + 3, "return_dict": return_dict}
+    got, expected = (each(**batch)[1] for each in (model, stock))
+    torch.testing.assert_close(got[mask != 0], expected[mask != 0], rtol=1e-4, atol=1e-5)
+    assert not got[mask == 0].any() and expected[mask == 0].any()
     assert counters(model)[DROPPED] == 1
 
 
@@ -138,6 +195,7 @@ def _with_restarts(batch: dict[str, Any]) -> dict[str, Any]:
         (lambda batch: {**batch, "use_cache": True}, "padded rows outside training"),
         (lambda batch: {**batch, "cache_position": torch.arange(12)}, "'cache_position' cannot be mapped"),
         (lambda batch: {**batch, "token_type_ids": torch.zeros(4, 12)}, "'token_type_ids' cannot be mapped"),
+        (lambda batch: {**batch, "task_ids": torch.zeros(4)}, "'task_ids' cannot be mapped"),
     ],
 )
 def test_what_cannot_lose_its_padding_stays_stock(change: Any, reason: str) -> None:
@@ -146,6 +204,46 @@ def test_what_cannot_lose_its_padding_stays_stock(change: Any, reason: str) -> N
     got, expected = train_once(model, batch), train_once(stock, batch)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert any(name.startswith("batches: stock") and reason in name for name in counters(model)), counters(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}}, "depend on the length"),
+        ({"family": "opt", "word_embed_proj_dim": 32, "ffn_dim": 48, "layerdrop": 0.9}, "left out at random"),
+    ],
+)
+def test_models_that_keep_their_padding(config: dict[str, Any], reason: str) -> None:
+    family = config.pop("family", "llama")
+    stock = tiny_model(family, **{"max_position_embeddings": 8, **config})
+    model = patch_model(copy.deepcopy(stock))
+    said = next(item.reason for item in report(model).replaced if item.op == "packing")
+    assert "padding is kept: " in said and reason in said
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        (LoraConfig(r=2, task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6], target_modules=["q_proj"]), "aLoRA"),
+        (PolyConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "kind 'poly'"),
+    ],
+)
+def test_adapters_that_look_at_rows(adapter: Any, reason: str) -> None:
+    losses = []
+    models = pair("llama", lora="auto")
+    for each in models:
+        torch.manual_seed(3)
+        batch = padded("right") if reason == "aLoRA" else {**padded("right"), "task_ids": torch.zeros(4).long()}
+        losses.append(get_peft_model(each, adapter)(**batch).loss)
+    assert torch.equal(*losses)
+    assert reason in " ".join(counters(models[1])) and DROPPED not in counters(models[1])
+
+
+def test_noise_on_the_embeddings_keeps_the_padding() -> None:
+    _, model = pair("llama")
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    model(**padded("right"))
+    assert "NEFTune" in " ".join(counters(model)) and DROPPED not in counters(model)
 
 
 def test_training_without_gradients_needs_to_be_told_of_the_cache() -> None:
@@ -185,22 +283,52 @@ def test_router_logits_go_back_to_their_rows(family: str) -> None:
         torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_tuple_of_outputs(recorded: bool) -> None:
+    """Which heads of older models ask their backbone for."""
+    stock = tiny_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    model = patch_model(copy.deepcopy(stock))
+    batch = padded("right")
+    del batch["labels"]
+    mask = batch["attention_mask"]
+    state_of(model.model).shared.used_padding = UsedPadding(mask, torch.zeros_like(mask, dtype=torch.bool))
+    got, expected = (x.model(**batch, return_dict=False, output_router_logits=recorded) for x in (model, stock))
+    torch.testing.assert_close(got[0][mask != 0], expected[0][mask != 0], rtol=1e-4, atol=1e-5)
+    assert (DROPPED in counters(model)) is not recorded
+    assert ("router logits are recorded in a tuple" in " ".join(counters(model))) is recorded
+    assert [x.shape for x in got[-1]] == [x.shape for x in expected[-1]] if recorded else len(got) == 1
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
 def test_classification_heads(kind: Any, side: str) -> None:
     torch.manual_seed(0)
-    config = tiny_config("llama", num_labels=3, classifier_dropout=0.0)
-    stock = kind.from_config(config).train()
+    stock = kind.from_config(tiny_config("llama", num_labels=3, classifier_dropout=0.0)).train()
     model = patch_model(copy.deepcopy(stock))
-    batch = padded(side)
+    batch = padded(side, pad_id=0)
     real = batch["attention_mask"] != 0
-    if kind is AutoModelForSequenceClassification:
-        batch["labels"] = torch.tensor([0, 2, 1, 1])
-    else:
-        batch["labels"] = batch["labels"].remainder(3).masked_fill(~real, -100)
-    losses = [each(**batch).loss for each in (model, stock)]
-    torch.testing.assert_close(*losses)
+    by_row = kind is AutoModelForSequenceClassification
+    labels = batch["input_ids"].remainder(3)
+    batch["labels"] = torch.tensor([0, 2, 1, 1]) if by_row else labels.masked_fill(~real, -100)
+    torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     assert counters(model)[DROPPED] == 1
+    # Another pad id than the config's makes a row be judged by its padding; labels of padding ask for it, too.
+    other = padded("right")
+    other["labels"] = batch["labels"] if by_row else labels
+    assert torch.equal(model(**other).loss, stock(**other).loss)
+    assert counters(model)[DROPPED] == 1 and counters(model)[USED] == 1
+
+
+def test_question_answering_keeps_the_padding() -> None:
+    """Its softmax goes over all places of a row."""
+    torch.manual_seed(0)
+    stock = AutoModelForQuestionAnswering.from_config(tiny_config("llama")).train()
+    model = patch_model(copy.deepcopy(stock))
+    batch = padded("right")
+    del batch["labels"]
+    places = {"start_positions": torch.tensor([3, 1, 0, 2]), "end_positions": torch.tensor([5, 4, 0, 6])}
+    assert torch.equal(model(**batch, **places).loss, stock(**batch, **places).loss)
+    assert "no head that says which outputs it uses" in str(report(model))
 
 
 def test_an_unknown_family_with_padding_on_the_left_stays_stock() -> None:
@@ -212,30 +340,24 @@ def test_an_unknown_family_with_padding_on_the_left_stays_stock() -> None:
         assert (DROPPED in counters(model)) is dropped
 
 
-def test_the_model_looks_as_before_to_those_who_inspect_it() -> None:
+def test_copies_and_the_way_back() -> None:
     stock, model = pair("llama")
-    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
     copied = copy.deepcopy(model)
-    assert copied.forward.__self__ is copied
     train_once(copied, padded("right"))
     assert counters(copied)[DROPPED] == 1 and DROPPED not in counters(model)
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)
     loaded = torch.load(stored, weights_only=False)
-    assert differences(train_once(loaded, padded("right")), train_once(stock, padded("right"))) == []
-    assert unpatch_model(model).forward.__func__ is type(model).forward
-    assert "forward" not in model.__dict__ and not isinstance(model.config._attn_implementation, AttentionName)
-
-
-def test_unpatching_below_a_wrapped_forward() -> None:
-    """accelerate wraps the outermost forward, and goes on calling what was there."""
-    stock, model = pair("llama")
-    inner = model.forward
-    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    patch_model(model, lora=False)  # changes nothing
-    train_once(model, padded("right"))
-    assert counters(model)[DROPPED] == 1
+    expected = train_once(stock, padded("right"))
+    assert differences(train_once(loaded, padded("right")), expected) == []
     unpatch_model(model)
-    got, expected = train_once(model, padded("right")), train_once(stock, padded("right"))
+    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks and not model.model._forward_hooks
+    got = train_once(model, padded("right"))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_backbone_that_was_put_in_after_patching() -> None:
+    stock, model = pair("llama")
+    model.model = copy.deepcopy(stock.model)
+    assert torch.equal(model(**padded("right")).loss, stock(**padded("right")).loss)

@@ -151,7 +151,13 @@ def padding(examples):
     return {name: torch.tensor(rows) for name, rows in batch.items()}
 
 
+def all_labelled(examples):
+    batch = padding(examples)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
 COLLATORS = {
+    "all labelled": lambda: all_labelled,
     "flattening": lambda: DataCollatorWithFlattening(return_tensors="pt"),
     "flattening with kwargs": lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt"),
     "padding": lambda: padding,
@@ -165,8 +171,18 @@ class Losses(Trainer):
         return loss
 
 
-@pytest.mark.parametrize("collator", COLLATORS)
-def test_plain_trainer(tmp_path, collator):
+@pytest.mark.parametrize(
+    ("collator", "options", "packed"),
+    [
+        ("flattening", {}, True),
+        ("flattening with kwargs", {}, True),
+        ("padding", {}, True),
+        ("padding", {"label_smoothing_factor": 0.1}, False),  # the trainer keeps the labels to itself
+        ("padding", {"torch_compile": True, "torch_compile_backend": "eager"}, True),
+        ("all labelled", {}, False),
+    ],
+)
+def test_plain_trainer(tmp_path, collator, options, packed):
     trainers = []
     for patched in (False, True):
         model = copy.deepcopy(start()[0])
@@ -185,6 +201,7 @@ def test_plain_trainer(tmp_path, collator):
             disable_tqdm=True,
             remove_unused_columns=False,
             seed=3,
+            **options,
         )
         trainer = Losses(
             model=patch_model(model) if patched else model,
@@ -196,7 +213,21 @@ def test_plain_trainer(tmp_path, collator):
         trainer.train()
         trainers.append(trainer)
     equal_training(*trainers)
-    assert packed_forwards(trainers[1].model) == 2 * STEPS
+    assert packed_forwards(trainers[1].model) == (2 * STEPS if packed else 0)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_collator_that_labels_the_padding(tmp_path, lora):
+    """Stock trains on it, whatever TRL puts in the place of a model's forward."""
+    trainers = []
+    for patch in (False, "before", "after"):
+        trainer = sft(tmp_path / str(patch), patch=patch, packing=False, lora=lora)
+        trainer.data_collator = COLLATORS["all labelled"]()
+        trainer.train()
+        trainers.append(trainer)
+    for ours in trainers[1:]:
+        equal_training(trainers[0], ours)
+        assert counters(ours.model)["batches: stock, an output at padding is used"] == STEPS
 
 
 def test_plain_loop():

@@ -175,7 +175,10 @@ def test_a_trainer_on_padded_batches_is_that_of_stock(name: str, tmp_path: Path)
     assert len(moved) > len(ours.at_start) / 2
     found = counters(ours.model)
     assert (name == "sft, experts") == any("aux_loss" in entry for entry in metrics(ours))
-    assert found[DROPPED] >= STEPS and found["padding dropped, in tokens"] > 0 and attention_calls(ours.model) > 0
+    if name == "distillation":  # it calls the model without labels, and which outputs it uses is not known
+        assert DROPPED not in found
+    else:
+        assert found[DROPPED] >= STEPS and found["padding dropped, in tokens"] > 0 and attention_calls(ours.model) > 0
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "sft, experts"])
