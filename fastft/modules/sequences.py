@@ -189,7 +189,7 @@ def _from_positions(
             return None, "stock, whole rows outside training"
         return PackedSequences.from_lengths([length] * batch_size, tokens.device), "whole rows"
     told = used_padding is not None and mask is not None and _is_same(used_padding.attention_mask, mask)
-    keeps_padding = _why_padding_stays(module, kwargs, tokens, told)
+    keeps_padding = "" if mask is None else _why_padding_stays(module, kwargs, told)
     if position_ids is None and not whole_rows and keeps_padding:
         return None, f"stock, {keeps_padding}"
     if tokens.device.type == "meta":
@@ -248,7 +248,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.shape == b.shape and a.device == b.device and a.data_ptr() == b.data_ptr())
 
 
-def _why_padding_stays(module: Any, kwargs: dict[str, Any], tokens: torch.Tensor, told: bool) -> str:
+def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
     """Why a padded batch keeps its padding, whatever its mask says; empty if it may lose it.
 
     The outputs have zeros where the padding was, and there is no cache. That suits training, with gradients, or without

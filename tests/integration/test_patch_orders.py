@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import AcceleratorState
 from patch_cases import LENGTHS, attention_calls, counters, rows, skipped_reasons, snapshot, train_step
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import packed_batch, tiny_model
@@ -142,6 +143,15 @@ def test_inside_distributed_data_parallel() -> None:
     assert counters(before) == counters(after) and attention_calls(after) == 2
 
 
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps one state a process, and trainers of other tests may have made it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_inside_accelerates_prepare() -> None:
     from accelerate import Accelerator
 
