@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
+from ..modules.adapters import why_adapters_need_rows
 from ..modules.state import ModuleState, state_of
 from .fixed_tokens import FixedTokensCollator
 
@@ -35,7 +36,7 @@ def prepare_trainer(trainer: TrainerT, *, fixed_tokens: int | None = None) -> Tr
     `packing_strategy="wrapped"` the documents of a row see each other, which is what that strategy is for.
 
     Args:
-        trainer: a trainer whose model is patched. A second call changes nothing.
+        trainer: a trainer whose model is patched. A second call prepares it anew.
         fixed_tokens: give every batch exactly this many tokens and the same number of boundaries, so that shapes never
             change. For `packing=True` with a strategy that keeps documents apart. What the packed rows leave over is
             filled with pad tokens that are no targets; TRL's count of tokens includes them.
@@ -53,8 +54,8 @@ def prepare_trainer(trainer: TrainerT, *, fixed_tokens: int | None = None) -> Tr
             f"the model of this {type(trainer).__name__} has no backbone that fastft packs; call "
             "fastft.patch_model(trainer.model) first, and see fastft.report(trainer.model)"
         )
-    if _METHOD in vars(trainer):
-        return trainer
+    if _is_prepared(trainer):
+        delattr(trainer, _METHOD)
     if fixed_tokens is not None:
         make_collator: Callable[[Any], Any] = _fixed(trainer, backbone, fixed_tokens)
         note = f"the trainer's batches have {fixed_tokens} tokens each"
@@ -63,10 +64,16 @@ def prepare_trainer(trainer: TrainerT, *, fixed_tokens: int | None = None) -> Tr
         reason = _why_left_alone(trainer, backbone)
         note = f"the trainer's collator is left alone: {reason}" if reason else "the trainer's collator pads no more"
     logger.info("fastft: %s", note)
+    for former in [name for name in backbone.shared.counters if name.startswith("the trainer's ")]:
+        del backbone.shared.counters[former]
     backbone.shared.counters[note] = 1
     if fixed_tokens is not None or not reason:
         setattr(trainer, _METHOD, partial(_train_dataloader, trainer, make_collator))
     return trainer
+
+
+def _is_prepared(trainer: Any) -> bool:
+    return getattr(vars(trainer).get(_METHOD), "func", None) is _train_dataloader
 
 
 def _train_dataloader(trainer: Any, make_collator: Callable[[Any], Any]) -> Any:
@@ -138,7 +145,9 @@ def _why_left_alone(trainer: Any, backbone: ModuleState) -> str:
         return f"it pads to a multiple of {collator.pad_to_multiple_of}"
     if getattr(collator, "return_position_ids", False):
         return "sequence parallelism wants rows"
-    return backbone.keeps_padding
+    if trainer.args.neftune_noise_alpha is not None:
+        return "NEFTune's noise depends on the length of the rows"
+    return backbone.keeps_padding or why_adapters_need_rows(trainer.model)
 
 
 def _why_no_own_collator(trainer: Any) -> str:
@@ -146,6 +155,8 @@ def _why_no_own_collator(trainer: Any) -> str:
     if sft is None or not isinstance(trainer, sft.SFTTrainer):
         return f"a {type(trainer).__name__} is no SFTTrainer"
     collator: Any = trainer.data_collator
+    if _METHOD in vars(trainer):
+        return "somebody else has put another get_train_dataloader onto the trainer"
     if type(collator) is not sft.DataCollatorForLanguageModeling:
         return f"a {type(collator).__name__} is not the one that SFTTrainer makes for text"
     return ""

@@ -20,7 +20,7 @@ TOKENS = 2 * MAX_LENGTH + 5
 @pytest.mark.parametrize("options", [{}, {"lora": True, "packing_strategy": "bfd_split", "dataloader_num_workers": 1}])
 def test_the_same_training_on_batches_of_one_shape(tmp_path, options):
     stock, ours = sft(tmp_path / "stock", patch=False, **options), sft(tmp_path / "ours", patch="before", **options)
-    fastft.prepare_trainer(fastft.prepare_trainer(ours, fixed_tokens=TOKENS))
+    fastft.prepare_trainer(fastft.prepare_trainer(ours), fixed_tokens=TOKENS)
     stock.train(), ours.train()
     equal_training(stock, ours)
     assert counters(ours.model)[f"the trainer's batches have {TOKENS} tokens each"] == 1

@@ -63,6 +63,7 @@ def test_the_same_training_without_padding(tmp_path, options):
             "packing_strategy='wrapped', whose documents see each other",
         ),
         ({"packing": False, "pad_to_multiple_of": 8}, "it pads to a multiple of 8"),
+        ({"packing": False, "neftune_noise_alpha": 0.0}, "NEFTune's noise depends on the length"),
     ],
 )
 def test_what_is_left_alone(tmp_path, options, reason):
@@ -72,6 +73,18 @@ def test_what_is_left_alone(tmp_path, options, reason):
     equal_training(stock, ours)
     assert left_alone(ours.model).startswith(reason)
     assert len(ours.losses) == STEPS and "get_train_dataloader" not in vars(ours)
+
+
+def test_a_second_call_prepares_anew(tmp_path):
+    ours = sft(tmp_path, patch="before")
+    fastft.prepare_trainer(ours, fixed_tokens=200)
+    assert "get_train_dataloader" in vars(ours)
+    fastft.prepare_trainer(ours)
+    assert "get_train_dataloader" not in vars(ours) and left_alone(ours.model).startswith("it makes batches without")
+    assert [name for name in counters(ours.model) if "trainer" in name] == [LEFT_ALONE + left_alone(ours.model)]
+    ours.get_train_dataloader = type(ours).get_train_dataloader.__get__(ours)
+    fastft.prepare_trainer(ours)
+    assert left_alone(ours.model).startswith("somebody else")
 
 
 def test_wrapped_documents_see_each_other_as_in_stock(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,15 @@ from datasets import Dataset
 from packed_cases import attention_calls, counters, differences
 from padded_cases import DROPPED, one_sequence
 from peft import LoraConfig
+from sft_cases import start
 from tiny_models import tiny_model as tiny_moe
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from fastft import patch_model
-from fastft.demo.tiny import tiny_model
 
 WORDS = ["the", "model", "reads", "a", "short", "text", "and", "learns", "to", "write", "its", "next", "word"]
 STEPS = 3
-
-
-@cache
-def start() -> tuple[Any, Any]:
-    """The model and tokenizer that each run copies, with weights large enough for a leak to show."""
-    model, tokenizer = tiny_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4)
-    return model, tokenizer
 
 
 def texts(seed: int, count: int = 24) -> list[str]:
