@@ -17,9 +17,11 @@ class PatchConfig:
 
     Attributes:
         attention: "fa2" (PyTorch's own varlen FlashAttention-2), "sdpa" (one call per document), "reference".
-        packing: "auto" recognises batches that hold several sequences in a row and keeps them apart, and in training
-            drops the padding of padded ones where no label asks for an output there: hidden states are zero at such
-            places. False hands every batch to the stock implementation.
+        packing: "auto" recognises batches that hold several sequences in a row and keeps them apart; False hands
+            every batch to the stock implementation.
+        unpad: "auto" drops the padding of padded batches in training, where the model's own loss uses no output there;
+            False keeps it. Logits, hidden states and router logits are zero at dropped places, so give False if you
+            add a loss of your own over them that does not mask the padding.
         rope: "triton", "reference".
         rope_in_place: True rotates q and k where they lie whenever that is provably safe, "auto" only in batches so
             long that the memory counts, False never. The results are the same. Under True the report counts refusals
@@ -34,6 +36,7 @@ class PatchConfig:
 
     attention: str | Literal[False] = "auto"
     packing: str | Literal[False] = "auto"
+    unpad: str | Literal[False] = "auto"
     rope: str | Literal[False] = "auto"
     rope_in_place: str | bool = "auto"
     rms_norm: str | Literal[False] = "auto"
@@ -49,8 +52,9 @@ class PatchConfig:
                 raise UnsupportedOptionError(
                     f"{field.name}={value!r} is not an option; give 'auto', the name of an implementation, or False"
                 )
-        if self.packing not in ("auto", False):
-            raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
+        for name in ("packing", "unpad"):
+            if getattr(self, name) not in ("auto", False):
+                raise UnsupportedOptionError(f"{name}={getattr(self, name)!r} is not an option; give 'auto' or False")
         if self.packing and self.attention is False:
             raise UnsupportedOptionError(
                 "packing needs fastft's attention, which attention=False turns off; give packing=False as well"

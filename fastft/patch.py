@@ -267,6 +267,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
             names = positional_names(type(module).forward)
         if binding.kind == "head":
             module.register_forward_pre_hook(heads.announce_used_outputs, with_kwargs=True)
+            module.register_forward_hook(heads.forget_used_outputs, always_call=True)
         if binding.kind == "backbone":
             module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
             module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
@@ -324,11 +325,12 @@ def _remove_hooks(module: nn.Module) -> None:
     """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
     from .modules import backbone, heads
 
-    for hook, hooks, with_kwargs in (
+    for hook, hooks, flags in (
         (heads.announce_used_outputs, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (heads.forget_used_outputs, module._forward_hooks, module._forward_hooks_always_called),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.finish_packing, module._forward_hooks, module._forward_hooks_with_kwargs),
     ):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]
-            with_kwargs.pop(key, None)
+            flags.pop(key, None)

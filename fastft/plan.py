@@ -145,11 +145,11 @@ class _Planner:
                 self._skip(fqn, "attention", problem)
             return
         head = structure.head_over(self.model, module)
-        stays = structure.why_padding_stays(module)
+        stays = "unpad=False" if self.config.unpad is False else structure.why_padding_stays(module)
         if head is None:
-            stays = stays or "no head that says which outputs it uses"
+            stays = stays or "no head of which fastft knows the outputs it uses"
         reason = "boundaries from the collator, from positions that restart, or given; padding is " + (
-            f"kept: {stays}" if stays else "dropped in training, where no label asks for an output there"
+            f"kept: {stays}" if stays else "dropped in training, where the loss uses no output there"
         )
         self.replaced.append(Replacement(fqn, "packing", "varlen", reason))
         self.bindings.append(Binding(fqn, "backbone", family, False, stays))

@@ -52,16 +52,19 @@ def find_decoder(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def head_over(model: nn.Module, backbone: nn.Module) -> str | None:
-    """The name of the module that makes a loss of the backbone's outputs, if it is one that says which it uses."""
+    """The name of the module that makes a loss of the backbone's outputs, if fastft knows which of them it uses.
+
+    Known are transformers' own causal LMs and its generic heads for classification, not what others derive from them.
+    """
     from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     owner: Any = pretrained_model(model)
-    if owner is None or owner is backbone:
+    if owner is None or owner is backbone or not type(owner).__module__.startswith("transformers.models."):
         return None
-    if not {"labels", "attention_mask"} <= set(inspect.signature(type(owner).forward).parameters):
-        return None
-    classifies = isinstance(owner, GenericForSequenceClassification | GenericForTokenClassification)
-    if not classifies and not owner.can_generate():
+    generic = (GenericForSequenceClassification.forward, GenericForTokenClassification.forward)
+    causal = type(owner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if not causal and type(owner).forward not in generic:
         return None
     return next(fqn for fqn, module in model.named_modules() if module is owner)
 

@@ -46,17 +46,12 @@ def lora_config():
 class Recording(SFTTrainer):
     """Keeps the loss of every micro-batch and what the collator had handed over."""
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.model.training:
-            seen = self.__dict__.setdefault("seen", [])
-            seen.append(
-                {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-            )
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.model.training:
-            loss = result[0] if isinstance(result, tuple) else result
-            self.__dict__.setdefault("losses", []).append(loss.detach().clone())
-        return result
+    def training_step(self, model, inputs, *args, **kwargs):
+        seen = self.__dict__.setdefault("seen", [])
+        seen.append({key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()})
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.__dict__.setdefault("losses", []).append(loss.detach().clone())
+        return loss
 
 
 def sft(tmp_path, *, patch, lora=False, evaluate=False, **options):

@@ -1,6 +1,6 @@
 """TRL's trainers: their own collators without padding.
 
-The hook on a patched backbone drops padding whatever the trainer. A collator that never makes any saves the rest: one
+A patched backbone drops the padding that it is given, where it may. A collator that never makes any saves the rest: one
 synchronisation a batch, and hidden states of [B, L, H] for the loss.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
-from ..modules.adapters import why_adapters_need_rows
+from ..modules.foreign import why_rows_matter
 from ..modules.state import ModuleState, state_of
 from .fixed_tokens import FixedTokensCollator
 
@@ -31,15 +31,15 @@ def prepare_trainer(trainer: TrainerT, *, fixed_tokens: int | None = None) -> Tr
 
     The samples of a step, the number of steps, the counted tokens and the losses stay. Only TRL's `SFTTrainer` with the
     collator that it made itself is changed, and only this one trainer's training batches; evaluation keeps its rows.
-    Everything else is left alone, for the hook on the model to drop the padding, and the model's report says why:
-    collators of one's own, those for images, batches padded to a multiple, and what is packed already. Under
+    Everything else is left alone, and the model's report says why: collators and losses of one's own, collators for
+    images, batches padded to a multiple, adapters and prompts that go by rows, and what is packed already. Under
     `packing_strategy="wrapped"` the documents of a row see each other, which is what that strategy is for.
 
     Args:
         trainer: a trainer whose model is patched. A second call prepares it anew.
         fixed_tokens: give every batch exactly this many tokens and the same number of boundaries, so that shapes never
             change. For `packing=True` with a strategy that keeps documents apart. What the packed rows leave over is
-            filled with pad tokens that are no targets; TRL's count of tokens includes them.
+            filled with pad tokens that are no targets; counts of tokens include them.
 
     Returns:
         The same object.
@@ -56,18 +56,19 @@ def prepare_trainer(trainer: TrainerT, *, fixed_tokens: int | None = None) -> Tr
         )
     if _is_prepared(trainer):
         delattr(trainer, _METHOD)
+    make_collator: Callable[[Any], Any] | None = None
     if fixed_tokens is not None:
-        make_collator: Callable[[Any], Any] = _fixed(trainer, backbone, fixed_tokens)
+        make_collator = _fixed(trainer, backbone, fixed_tokens)
         note = f"the trainer's batches have {fixed_tokens} tokens each"
+    elif reason := _why_left_alone(trainer, backbone):
+        note = f"the trainer's collator is left alone: {reason}"
     else:
-        make_collator = _padding_free
-        reason = _why_left_alone(trainer, backbone)
-        note = f"the trainer's collator is left alone: {reason}" if reason else "the trainer's collator pads no more"
+        make_collator, note = _padding_free, "the trainer's collator pads no more"
     logger.info("fastft: %s", note)
     for former in [name for name in backbone.shared.counters if name.startswith("the trainer's ")]:
         del backbone.shared.counters[former]
     backbone.shared.counters[note] = 1
-    if fixed_tokens is not None or not reason:
+    if make_collator is not None:
         setattr(trainer, _METHOD, partial(_train_dataloader, trainer, make_collator))
     return trainer
 
@@ -147,7 +148,7 @@ def _why_left_alone(trainer: Any, backbone: ModuleState) -> str:
         return "sequence parallelism wants rows"
     if trainer.args.neftune_noise_alpha is not None:
         return "NEFTune's noise depends on the length of the rows"
-    return backbone.keeps_padding or why_adapters_need_rows(trainer.model)
+    return backbone.keeps_padding or why_rows_matter(trainer.model)
 
 
 def _why_no_own_collator(trainer: Any) -> str:
@@ -155,6 +156,12 @@ def _why_no_own_collator(trainer: Any) -> str:
     if sft is None or not isinstance(trainer, sft.SFTTrainer):
         return f"a {type(trainer).__name__} is no SFTTrainer"
     collator: Any = trainer.data_collator
+    if type(trainer).compute_loss is not sft.SFTTrainer.compute_loss or trainer.compute_loss_func is not None:
+        return "its loss is computed in a way of its own"
+    if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
+        return "prompts are put before each row"
+    if trainer.args.include_num_input_tokens_seen not in ("no", False):
+        return "the places of its batches are counted"
     if _METHOD in vars(trainer):
         return "somebody else has put another get_train_dataloader onto the trainer"
     if type(collator) is not sft.DataCollatorForLanguageModeling:

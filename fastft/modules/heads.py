@@ -1,8 +1,8 @@
 """What a model's head uses of a padded batch: a hook that tells the backbone before it runs.
 
-A backbone that drops padding has no output there. So it does that only where a head has said which outputs it will
-use, and none of them is at padding. Whoever calls the backbone otherwise (heads of other kinds, code of one's own, a
-trainer that keeps the labels to itself) may use any output: such a batch keeps its padding.
+A backbone that drops padding has no output there. So it does that only where a head that fastft knows has said which
+outputs its loss will use, and none of them is at padding. Whoever calls the backbone otherwise (other heads, code of
+one's own, a trainer that keeps the labels to itself) may use any output: such a batch keeps its padding.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from .foreign import foreign_hook
 from .state import ModuleState, UsedPadding, state_of
 
 IGNORE_INDEX = -100
@@ -27,12 +29,20 @@ def announce_used_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     _announce(state, module, args, kwargs)
 
 
+def forget_used_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook, also after an exception: what was noted is of this forward alone."""
+    state = state_of(module)
+    if state is not None:
+        state.shared.used_padding = None
+
+
 @torch.compiler.disable
-def _announce(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _announce(state: ModuleState, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
     mask = given.get("attention_mask")
     state.shared.used_padding = None
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+    # Another hook may still put other labels in the place of these.
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or foreign_hook(module._forward_pre_hooks):
         return
     used = _reader(module)(module, given, mask)
     if used is not None:
@@ -49,15 +59,21 @@ def _reader(head: nn.Module) -> Callable[[Any, dict[str, Any], torch.Tensor], to
 
 def _used_by_causal_lm(head: Any, given: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
     """bool [B, L], True where an output has a label: that of the next place, unless they were shifted already."""
+    kept = given.get("logits_to_keep", 0)
+    if head.loss_function is not LOSS_MAPPING["ForCausalLM"] or isinstance(kept, torch.Tensor) or kept:
+        return None
     shifted, labels = given.get("shift_labels"), given.get("labels")
-    valid = _is_valid(labels if shifted is None else shifted, given, mask)
+    ignored = given.get("ignore_index", IGNORE_INDEX)
+    valid = _is_valid(labels if shifted is None else shifted, ignored, mask)
     if valid is None or shifted is not None:
         return valid
     return nn.functional.pad(valid[:, 1:], (0, 1))
 
 
 def _used_by_token_classification(head: Any, given: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
-    return _is_valid(given.get("labels"), given, mask)
+    if head.loss_function is not LOSS_MAPPING["ForTokenClassification"]:
+        return None
+    return _is_valid(given.get("labels"), IGNORE_INDEX, mask)
 
 
 def _used_by_sequence_classification(head: Any, given: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
@@ -70,7 +86,7 @@ def _used_by_sequence_classification(head: Any, given: dict[str, Any], mask: tor
     return places == last
 
 
-def _is_valid(labels: Any, given: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
+def _is_valid(labels: Any, ignored: int, mask: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
         return None
-    return labels.to(mask.device) != given.get("ignore_index", IGNORE_INDEX)
+    return labels.to(mask.device) != ignored

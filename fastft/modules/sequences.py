@@ -10,8 +10,8 @@ from torch import nn
 from ..errors import PackingError
 from ..packing import PackedSequences
 from ..unpadding import NO_PADDING, UnpaddedSequences
-from .adapters import why_adapters_need_rows
 from .attention import AttentionName
+from .foreign import why_rows_matter
 from .state import ModelState, UsedPadding, state_of
 
 # Why a batch goes the stock way although boundaries may have come with it.
@@ -72,10 +72,16 @@ def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], token
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
         return _OTHER_MASK if isinstance(mask, torch.Tensor) and mask.ndim == 2 else _PREPARED_MASK
+    if any(map(_is_transformed, (mask, kwargs.get("position_ids")))):
+        return "a transform of torch.func, under which no values can be read"
     implementation = module.config._attn_implementation
     if not isinstance(implementation, AttentionName):
         return f"the attention implementation was set to {implementation!r} after patching"
     return ""
+
+
+def _is_transformed(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 # ----------------------------------------------------------------------------------------------------- checks
@@ -257,6 +263,8 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
     state, config = state_of(module), module.config
     if state is None or state.keeps_padding:
         return "not patched" if state is None else state.keeps_padding
+    if state.shared.config.unpad is False:
+        return "unpad=False"
     use_cache = kwargs.get("use_cache")
     unwanted = (getattr(config, "use_cache", None) if use_cache is None else use_cache) is False
     if use_cache or not module.training or not (torch.is_grad_enabled() or unwanted):
@@ -273,7 +281,7 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
             return f"{name!r} cannot be mapped to a batch without padding"
     if getattr(_embedding(module), "neftune_noise_alpha", None) is not None:
         return "NEFTune's noise depends on the length of the rows"
-    return why_adapters_need_rows(module)
+    return why_rows_matter(module)
 
 
 def _is_recorded(what: str, config: Any, kwargs: dict[str, Any]) -> bool:

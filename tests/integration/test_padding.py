@@ -11,14 +11,18 @@ import torch
 from packed_cases import attention_calls, counters, differences, pair
 from padded_cases import DROPPED, LENGTHS, alone, one_sequence, padded, train_once
 from peft import LoraConfig, PolyConfig, get_peft_model
-from tiny_models import FAMILIES, tiny_config, tiny_model
+from tiny_models import FAMILIES, VOCAB, tiny_config, tiny_model
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    LlamaForCausalLM,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastft import patch_model, report, unpatch_model
+from fastft.modules import attention
 from fastft.modules.state import UsedPadding, state_of
 
 USED = "batches: stock, an output at padding is used"
@@ -30,10 +34,12 @@ UNKNOWN = "which outputs are used is not known"
 def test_padding_is_dropped_and_the_step_is_that_of_stock(family: str, side: str) -> None:
     stock, model = pair(family)
     batch = padded(side)
-    seen: list[tuple[int, ...]] = []
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(tuple(args[0].shape)))
-    assert differences(train_once(model, batch), train_once(stock, batch)) == []
-    assert seen == [(1, sum(LENGTHS), 32)]
+    seen: list[int] = []
+    original = attention.varlen_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "varlen_attention", lambda q, *a, **k: seen.append(len(q)) or original(q, *a, **k))
+        assert differences(train_once(model, batch), train_once(stock, batch)) == []
+    assert seen == [sum(LENGTHS)] * 2
     found = counters(model)
     assert found[DROPPED] == 1 and found["padding dropped, in tokens"] == 4 * 12 - sum(LENGTHS)
     assert attention_calls(model) == 2
@@ -257,8 +263,9 @@ def test_training_without_gradients_needs_to_be_told_of_the_cache() -> None:
     assert counters(model)[DROPPED] == 1
 
 
-def test_packing_false_keeps_the_padding() -> None:
-    stock, model = pair("llama", packing=False)
+@pytest.mark.parametrize("options", [{"packing": False}, {"unpad": False}])
+def test_padding_is_kept_on_request(options: dict[str, Any]) -> None:
+    stock, model = pair("llama", **options)
     batch = padded("right")
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
     assert not any("dropped" in name for name in counters(model))
@@ -328,7 +335,7 @@ def test_question_answering_keeps_the_padding() -> None:
     del batch["labels"]
     places = {"start_positions": torch.tensor([3, 1, 0, 2]), "end_positions": torch.tensor([5, 4, 0, 6])}
     assert torch.equal(model(**batch, **places).loss, stock(**batch, **places).loss)
-    assert "no head that says which outputs it uses" in str(report(model))
+    assert "no head of which fastft knows the outputs it uses" in str(report(model))
 
 
 def test_an_unknown_family_with_padding_on_the_left_stays_stock() -> None:
@@ -361,3 +368,93 @@ def test_a_backbone_that_was_put_in_after_patching() -> None:
     stock, model = pair("llama")
     model.model = copy.deepcopy(stock.model)
     assert torch.equal(model(**padded("right")).loss, stock(**padded("right")).loss)
+
+
+def test_an_announcement_is_for_one_forward() -> None:
+    """Not even one that fails before the backbone leaves it behind."""
+    stock, model = pair("llama")
+    batch = padded("right")
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("once")
+
+    handle = model.model.register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(RuntimeError, match="once"):
+        model(**batch)
+    handle.remove()
+    assert state_of(model).shared.used_padding is None
+    assert torch.equal(model.model(**given).last_hidden_state, stock.model(**given).last_hidden_state)
+
+
+class OwnLoss(LlamaForCausalLM):
+    """Takes another output into its loss."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB) + hidden[:, -1].pow(2).mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def _own_loss_function(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+    return cross_entropy(logits.view(-1, vocab_size), labels.view(-1)) + logits.logsumexp(-1).mean()
+
+
+def _with_own_class(model: Any) -> Any:
+    made = OwnLoss(model.config)
+    made.load_state_dict(model.state_dict())
+    return made.train()
+
+
+def _with_own_loss(model: Any) -> Any:
+    model.loss_function = _own_loss_function
+    return model
+
+
+def _with_a_hook(model: Any) -> Any:
+    steer = torch.full((4, 1, 32), 0.1)
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + steer)
+    return model
+
+
+def _with_a_hook_on_the_head(model: Any) -> Any:
+    def relabel(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "labels": kwargs["input_ids"].clone()}
+
+    model.register_forward_pre_hook(relabel, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after patching"])
+@pytest.mark.parametrize("change", [_with_own_loss, _with_a_hook, _with_a_hook_on_the_head, _with_own_class])
+def test_what_may_use_other_outputs_keeps_the_padding(change: Any, late: bool) -> None:
+    stock = tiny_model("llama", initializer_range=0.2)
+    model = copy.deepcopy(stock)
+    model = change(patch_model(model, lora=False)) if late else patch_model(change(model), lora=False)
+    model = patch_model(model, lora=False)  # of a class of one's own: a new model
+    stock = change(stock)
+    got, expected = model(**padded("right")).loss, stock(**padded("right")).loss
+    assert torch.equal(got, expected) and DROPPED not in counters(model)
+
+
+def test_places_chosen_by_the_caller_keep_the_padding() -> None:
+    stock, model = pair("llama")
+    chosen = torch.arange(11, -1, -1)
+    losses = [each(**padded("right"), logits_to_keep=chosen).loss for each in (model, stock)]
+    assert torch.equal(*losses) and DROPPED not in counters(model)
+
+
+def test_gradients_of_each_sample() -> None:
+    """torch.func reads no values, so neither may we."""
+    stock = tiny_model("llama", initializer_range=0.2, attn_implementation="eager")
+    models = stock, patch_model(copy.deepcopy(stock), lora=False, rms_norm=False, rope=False)
+    batch = padded("right")
+
+    def loss(parameters: Any, model: Any, ids: Any, mask: Any, labels: Any) -> Any:
+        kwargs = {"input_ids": ids[None], "attention_mask": mask[None], "labels": labels[None]}
+        return torch.func.functional_call(model, parameters, (), kwargs).loss
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, None, 0, 0, 0))
+    found = [gradients(dict(model.named_parameters()), model, *batch.values()) for model in models]
+    torch.testing.assert_close(*found)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from packed_cases import counters
 from padded_cases import DROPPED
+from peft import PromptTuningConfig, get_peft_model
 from sft_cases import STEPS, equal_training, sft
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 from trl import SFTTrainer
@@ -63,6 +64,7 @@ def test_the_same_training_without_padding(tmp_path, options):
             "packing_strategy='wrapped', whose documents see each other",
         ),
         ({"packing": False, "pad_to_multiple_of": 8}, "it pads to a multiple of 8"),
+        ({"packing": False, "include_num_input_tokens_seen": "all"}, "the places of its batches are counted"),
         ({"packing": False, "neftune_noise_alpha": 0.0}, "NEFTune's noise depends on the length"),
     ],
 )
@@ -100,6 +102,17 @@ def test_a_collator_of_ones_own(tmp_path):
     fastft.prepare_trainer(ours).train()
     assert left_alone(ours.model) == "a function is not the one that SFTTrainer makes for text"
     assert counters(ours.model)[DROPPED] == STEPS
+
+
+def test_losses_and_prompts_that_go_by_rows(tmp_path):
+    ours = sft(tmp_path, patch="before", packing=False)
+    ours.__class__ = type("Own", (type(ours),), {"compute_loss": lambda self, *args, **kwargs: None})
+    fastft.prepare_trainer(ours)
+    assert left_alone(ours.model) == "its loss is computed in a way of its own"
+    ours = sft(tmp_path, patch="before", packing=False)
+    ours.model = get_peft_model(ours.model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    fastft.prepare_trainer(ours)
+    assert left_alone(ours.model) == "prompts are put before each row"
 
 
 def test_other_trainers(tmp_path):
