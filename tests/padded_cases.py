@@ -16,6 +16,8 @@ from fastft.unpadding import UnpaddedSequences
 
 LENGTHS = (12, 7, 1, 9)
 DROPPED = "batches: packed, padding dropped"
+USED = "batches: stock, an output at padding is used"
+UNKNOWN = "which outputs are used is not known"
 
 
 def padded(

@@ -235,7 +235,7 @@ def _read(
             state = state_of(module)
             if unpadded.starts_padded and (state is None or state.family is None):
                 return "padding before the tokens, in a family that fastft does not know"
-            return unpadded
+            return why_rows_matter(module) or unpadded
         if unpadded != NO_PADDING:
             return unpadded
         mask = None
@@ -281,7 +281,7 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
             return f"{name!r} cannot be mapped to a batch without padding"
     if getattr(_embedding(module), "neftune_noise_alpha", None) is not None:
         return "NEFTune's noise depends on the length of the rows"
-    return why_rows_matter(module)
+    return ""
 
 
 def _is_recorded(what: str, config: Any, kwargs: dict[str, Any]) -> bool:
