@@ -33,6 +33,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stacks", nargs="+", default=["transformers", "fastft"], help="the first is the yardstick")
     parser.add_argument("--checkpointing", nargs="+", choices=("on", "off"), default=["on"])
     parser.add_argument("--rounds", type=int, default=2)
+    return parse_with_output(parser, argv)
+
+
+def parse_with_output(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parses what a parser knows, where the lines go or come from, and the arguments of train_step.py."""
     parser.add_argument("--out", type=Path, help="a new file for the JSON lines")
     parser.add_argument("--table", type=Path, help="measure nothing: print the table of this file")
     parser.add_argument("arguments", nargs="*", help="for train_step.py, after --")

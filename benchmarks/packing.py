@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:  # run as a script: the repository root has to be importable, this folder need not be
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.compare import TRAIN_STEP, conditions, read_lines
+from benchmarks.compare import TRAIN_STEP, conditions, parse_with_output, read_lines
 from benchmarks.text import load_rows
 
 WAYS: dict[str, list[str]] = {
@@ -43,21 +43,13 @@ Line = dict[str, Any]
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a new file for the JSON lines")
-    parser.add_argument("--table", type=Path, help="measure nothing: print the table of this file")
     parser.add_argument("--plot", type=Path, help="draw the throughput into this file")
     parser.add_argument("--data", type=Path, help="JSON list of instruction/input/output (default: docstrings)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="batch sizes")
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a row")
-    parser.add_argument("arguments", nargs="*", help="for train_step.py, after --")
-    args = parser.parse_args(argv)
-    if (args.out is None) == (args.table is None):
-        parser.error("give either --out, a file to measure into, or --table, a file to print")
-    if args.out is not None and args.out.exists():
-        parser.error(f"{args.out} exists; lines of two runs do not compare, so give a new file or remove it")
-    return args
+    return parse_with_output(parser, argv)
 
 
 # ------------------------------------------------------------------------------------------------------- samples
