@@ -44,6 +44,7 @@ EXIT_UNAVAILABLE = 3
 # Arguments of the trainer that decide how much a step does.
 SAME_WORK = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optim")
 PROFILED_STEPS = 3
+WATCHED_STEPS = 2
 PACKAGES = (
     "torch",
     "triton",
@@ -76,6 +77,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patch-options", default="", help='for --stack fastft, e.g. "rope=False lora=False"')
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help=f"profile {PROFILED_STEPS} more steps, time the GEMMs")
+    parser.add_argument(
+        "--syncs", action="store_true", help=f"count, in {WATCHED_STEPS} more steps, what waits for the GPU"
+    )
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     args = parser.parse_args(argv)
     if min(args.rows, args.length, args.steps) < 1 or args.warmup < 1:
@@ -137,12 +141,14 @@ def check_same_work(asked: dict[str, Any], arguments: Any) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains and measures; the whole JSON line as a dictionary."""
-    from benchmarks.meters import CountingCollator, StepMeter
+    from benchmarks.meters import CountingCollator, StepMeter, SynchronizationCounter
     from benchmarks.profile_step import StepProfiler
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     profiled = PROFILED_STEPS if args.profile else 0
-    steps = args.warmup + args.steps + profiled
+    timed = args.warmup + args.steps + profiled
+    watched = WATCHED_STEPS if args.syncs and device.type == "cuda" else 0
+    steps = timed + watched
     config = models.build_config(args.model, args.layers)
     rows = text.load_rows(args.data, args.seed)
     tokenizer, tokenizer_name = text.build_tokenizer(rows, config.vocab_size, args.tokenizer)
@@ -163,6 +169,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         profiler = StepProfiler(profiled) if profiled else None
         meter = StepMeter(device, profiler, args.warmup + args.steps)
         trainer.add_callback(meter)
+        synchronizations = SynchronizationCounter(timed) if watched else None
+        if synchronizations is not None:
+            trainer.add_callback(synchronizations)
         meter.start()
         trainer.train()
     result = {
@@ -176,6 +185,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "tokenizer": tokenizer_name,
         "text": text_facts,
         "data": args.data.name if args.data else "docstrings",
+        "synchronizations": synchronizations.per_step() if synchronizations is not None else None,
         "stack_report": built.report(),
         "hardware": hardware(),
         "versions": versions(),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gemm_floor, models, profile_step, stacks, text, train_step  # noqa: E402
+from benchmarks.meters import SynchronizationCounter  # noqa: E402
 
 SENTENCE = "the cook mixes flour with eggs and milk then lets the batter rest before the pan is hot"
 
@@ -243,3 +246,24 @@ def test_report_summary_counts_by_operation() -> None:
     assert summary["replaced"] == {"rms_norm": 2, "rope": 1}
     assert summary["skipped"] == {"moe": 1}
     assert summary["counters"] == {"rms_norm": 7}
+
+
+def test_what_waits_is_counted_by_its_line(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    counter = SynchronizationCounter(count_from=1)
+
+    def waits(times):
+        for _ in range(times):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    for step, times in enumerate((5, 1, 2)):
+        state = SimpleNamespace(global_step=step)
+        with contextlib.suppress(UserWarning):  # of the step that is not counted
+            counter.on_step_begin(None, state, None)
+            waits(times)
+        counter.on_pre_optimizer_step(None, state, None)
+    line = waits.__code__.co_firstlineno + 2
+    assert counter.per_step() == {f"test_benchmarks.py:{line}": 1.5}
+    assert modes == ["warn", "default"] * 2
