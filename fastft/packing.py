@@ -190,6 +190,11 @@ class PackedSequences:
         """int64 `[T]` on the device: the index of each token's sequence."""
         return self._once("doc_ids", self._make_doc_ids)
 
+    def chunks(self, size: int) -> PackedSequences:
+        """Every sequence cut into pieces of `size` tokens and a rest. Costs one synchronisation if a sequence may be
+        longer and only the device knows the boundaries."""
+        return self if self.max_seqlen <= size else self._once(("chunks", size), lambda: self._make_chunks(size))
+
     def attention_mask(self, *, causal: bool, window_size: tuple[int | None, int | None]) -> torch.Tensor:
         """bool `[1, 1, T, T]`, True where a query may see a key. For implementations that know no boundaries; it
         costs T x T bytes.
@@ -224,6 +229,11 @@ class PackedSequences:
 
     def _boundaries(self) -> tuple[int, ...]:
         return self.cu_seqlens_host if self.cu_seqlens_host is not None else tuple(self.cu_seqlens.tolist())
+
+    def _make_chunks(self, size: int) -> PackedSequences:
+        pieces = (range(start, end, size) for start, end in self.segments)
+        starts = [*(start for piece in pieces for start in piece), self.total_tokens]
+        return PackedSequences.from_lengths([end - start for start, end in pairwise(starts)], self.cu_seqlens.device)
 
     def _make_doc_ids(self) -> torch.Tensor:
         tokens = torch.arange(self.total_tokens, device=self.cu_seqlens.device, dtype=torch.int32)

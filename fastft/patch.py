@@ -263,7 +263,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         names: tuple[str, ...] = ()
         if binding.fqn in attending:
             _select_attention(module.config)
-        if binding.kind in ("head", "backbone"):
+        if binding.kind in ("head", "backbone", "guard"):
             names = positional_names(type(module).forward)
         if binding.kind == "head":
             module.register_forward_pre_hook(heads.announce_used_outputs, with_kwargs=True)
@@ -271,8 +271,10 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         if binding.kind == "backbone":
             module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
             module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
+        if binding.kind == "guard":
+            module.register_forward_pre_hook(backbone.guard_packing, with_kwargs=True)
         module.__dict__[ATTRIBUTE] = ModuleState(
-            shared, binding.kind, binding.family, names, binding.bind_forward, binding.keeps_padding
+            shared, binding.kind, binding.family, names, binding.bind_forward, binding.rules
         )
         if binding.bind_forward:
             module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
@@ -330,6 +332,7 @@ def _remove_hooks(module: nn.Module) -> None:
         (heads.forget_used_outputs, module._forward_hooks, module._forward_hooks_always_called),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.finish_packing, module._forward_hooks, module._forward_hooks_with_kwargs),
+        (backbone.guard_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
     ):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]

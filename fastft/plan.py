@@ -19,6 +19,8 @@ from .config import PatchConfig
 from .errors import UnsupportedOptionError
 from .families import role_of
 from .family_spec import FamilySpec
+from .isolation import mixers
+from .modules.state import BackboneRules
 from .ops import attention as attention_op
 from .ops import rms_norm as rms_norm_op
 from .ops import rope as rope_op
@@ -56,10 +58,10 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "head", "backbone", "attention", "mlp", "rms_norm"
+    kind: str  # "head", "backbone", "guard", "attention", "mlp", "rms_norm"
     family: FamilySpec | None
     bind_forward: bool
-    keeps_padding: str = ""  # of a backbone: why padded batches keep their padding, or ""
+    rules: BackboneRules | None = None  # of a backbone or guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class _Planner:
     def _backbone(self, fqn: str, module: nn.Module) -> None:
         family, problem = self.backbones[fqn]
         if problem:
-            self._skip(fqn, "packing", problem)
+            self._guard(fqn, module, family, problem)
             if family is None:
                 self._skip(fqn, "attention", problem)
             return
@@ -152,9 +154,30 @@ class _Planner:
             f"kept: {stays}" if stays else "dropped in training, where the loss uses no output there"
         )
         self.replaced.append(Replacement(fqn, "packing", "varlen", reason))
-        self.bindings.append(Binding(fqn, "backbone", family, False, stays))
+        rules = BackboneRules(keeps_padding=stays, carries_state=bool(mixers(module)))
+        self.bindings.append(Binding(fqn, "backbone", family, False, rules))
         if head is not None and not stays:
             self.bindings.append(Binding(head, "head", family, False))
+
+    def _guard(self, fqn: str, module: Any, family: FamilySpec | None, problem: str) -> None:
+        """A backbone that is left to its own code must not mix the documents of a packed row without a word."""
+        if self.config.packing is False or not structure.is_causal(module):
+            self._skip(fqn, "packing", problem)
+            return
+        refused = structure.why_documents_meet(module)
+        if not refused:
+            consequence = "its own masks keep the documents of a packed row apart"
+        elif refused == problem:
+            consequence = "a packed batch is refused"
+        else:
+            consequence = f"a packed batch is refused: {refused}"
+        self._skip(fqn, "packing", f"{problem}; {consequence}")
+        rules = BackboneRules(refuses_packing=refused)
+        self.bindings.append(Binding(fqn, "guard", family, False, rules))
+        head = structure.pretrained_model(self.model)
+        if refused and head is not None and head is not module:  # some heads keep the positions to themselves
+            name = next(name for name, candidate in self.model.named_modules() if candidate is head)
+            self.bindings.append(Binding(name, "guard", family, False, rules))
 
     def _known(self, fqn: str, module: nn.Module, kind: str, family: FamilySpec, taken: bool) -> None:
         before = len(self.replaced)

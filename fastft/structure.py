@@ -5,15 +5,15 @@ Only classes and their compiled code are looked at; nothing is run and nothing i
 
 from __future__ import annotations
 
-import dis
 import inspect
-from collections.abc import Callable, Iterator
-from types import CodeType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from .code_reading import uses_keywords, words_of
 from .family_spec import FamilySpec
+from .isolation import masks_know_positions, mixers, why_state_crosses
 
 # What the bound attention forward passes on or handles itself; another parameter would be dropped silently.
 _ATTENTION_PARAMETERS = {
@@ -27,10 +27,7 @@ _NEEDED_ATTRIBUTES = {
 }
 
 # Further rules of who sees whom, which a packed batch would lose.
-_MASK_RULES = ("create_chunked_causal_mask", "or_mask_function", "and_mask_function", "block_sequence_ids")
-
-# Layers that carry something from one token to the next on a way of their own.
-_MIXERS = ("mamba", "ssm", "linear_attn", "recurrent", "conv", "indexer", "delta")
+_MASK_RULES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
 
 def pretrained_model(model: nn.Module) -> nn.Module | None:
@@ -47,8 +44,17 @@ def find_decoder(model: nn.Module) -> tuple[str, nn.Module] | None:
         return None
     base = owner.base_model
     candidates = [base.get_decoder() if hasattr(base, "get_decoder") else base, base, owner]
-    decoder = next(module for module in candidates if isinstance(module, nn.Module) and hasattr(module, "config"))
+    decoder: Any = next(module for module in candidates if isinstance(module, nn.Module) and hasattr(module, "config"))
+    if is_causal_lm(decoder) and hasattr(getattr(decoder, "model", None), "config"):  # Llama 4: its look-up ends early
+        decoder = decoder.model
     return next((fqn, module) for fqn, module in model.named_modules() if module is decoder)
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' own causal language models, head included."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(module).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def head_over(model: nn.Module, backbone: nn.Module) -> str | None:
@@ -57,14 +63,12 @@ def head_over(model: nn.Module, backbone: nn.Module) -> str | None:
     Known are transformers' own causal LMs and its generic heads for classification, not what others derive from them.
     """
     from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     owner: Any = pretrained_model(model)
     if owner is None or owner is backbone or not type(owner).__module__.startswith("transformers.models."):
         return None
     generic = (GenericForSequenceClassification.forward, GenericForTokenClassification.forward)
-    causal = type(owner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if not causal and type(owner).forward not in generic:
+    if not is_causal_lm(owner) and type(owner).forward not in generic:
         return None
     return next(fqn for fqn, module in model.named_modules() if module is owner)
 
@@ -76,13 +80,15 @@ def why_padding_stays(backbone: nn.Module) -> str:
     all T tokens of the batch, in place of L x L for each of its rows.
     """
     config = backbone.config
+    if mixers(backbone):
+        return "layers besides attention carry something from token to token"
     lengths = [kind for kind in _rope_types(config) if "dynamic" in kind or "longrope" in kind]
     if lengths:
         return f"rotary embeddings of the kind {lengths[0]!r} depend on the length of the rows"
     if getattr(config, "layerdrop", 0.0):
         return "layers are left out at random"
     for module in interface_attention(backbone).values():
-        words = _words(type(module).forward)
+        words = words_of(type(module).forward)
         name = type(module).__name__
         if "s_aux" in words:
             return f"{name} has attention sinks"
@@ -100,7 +106,7 @@ def interface_attention(backbone: nn.Module) -> dict[str, nn.Module]:
     return {
         fqn: module
         for fqn, module in backbone.named_modules()
-        if "ALL_ATTENTION_FUNCTIONS" in _words(type(module).forward)
+        if "ALL_ATTENTION_FUNCTIONS" in words_of(type(module).forward)
         and hasattr(getattr(module, "config", None), "_attn_implementation")
     }
 
@@ -112,7 +118,7 @@ def why_not_packable(backbone: nn.Module) -> str:
     and keyword arguments must reach them: that is how the boundaries travel.
     """
     name, config = type(backbone).__name__, backbone.config
-    words = _words(type(backbone).forward)
+    words = words_of(type(backbone).forward)
     attention = interface_attention(backbone)
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models are not packed"
@@ -120,21 +126,61 @@ def why_not_packable(backbone: nn.Module) -> str:
         return f"{name} does not take its attention from transformers' AttentionInterface"
     if not all(getattr(module, "is_causal", None) is True for module in attention.values()):
         return f"not all attention in {name} is causal self-attention"
-    if not any(word.startswith("create_") and word.endswith("causal_mask") for word in words):
+    if not _makes_causal_masks(words):
         return f"{name}.forward does not make its mask with transformers' create_causal_mask"
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     optional = "use_bidirectional_attention" in words and not bidirectional  # Gemma3: the rule is for that case only
     if any(rule in words for rule in _MASK_RULES) and not optional:
         return f"the masks of {name} have further rules, which a packed batch would lose"
+    if "create_chunked_causal_mask" in words and not all(map(_knows_its_chunks, attention.values())):
+        return f"which layers of {name} attend in chunks is not known"
     windowed = "create_sliding_window_causal_mask" in words and _has_window(config)
     shares = getattr(config, "num_kv_shared_layers", None) != 0
     for module in attention.values():
-        heard = _words(type(module).forward)
+        heard = words_of(type(module).forward)
         if windowed and "sliding_window" not in heard:
             return f"{type(module).__name__} does not tell its attention the sliding window"
         if shares and any("kv_shared" in word or "shared_kv" in word for word in heard):
             return f"layers of {name} share keys and values"
-    return _why_not_reached(backbone, attention) or _other_mixer(backbone, attention)
+    return (
+        why_state_crosses(backbone)
+        or _why_not_reached(backbone, [*attention, *mixers(backbone)])
+        or _layer_without(backbone, attention)
+    )
+
+
+def is_causal(backbone: nn.Module) -> bool:
+    """Whether a backbone reads from left to right only, so that positions which start again mean another document."""
+    config, words = backbone.config, words_of(type(backbone).forward)
+    encoder = "create_bidirectional_mask" in words or not getattr(config, "is_decoder", True)
+    if _makes_causal_masks(words):  # its other masks are for what it attends to across
+        encoder = False
+    return not encoder and not getattr(config, "is_encoder_decoder", False)
+
+
+def why_documents_meet(backbone: Any) -> str:
+    """Why the documents of a packed row would see each other in a backbone that is left to its own code; "" if not."""
+    name, implementation = type(backbone).__name__, backbone.config._attn_implementation
+    attention = interface_attention(backbone)
+    problem = why_state_crosses(backbone) or (_layer_without(backbone, attention) if attention else "")
+    if problem:
+        return problem
+    if mixers(backbone):
+        return "its layers need boundaries, which only a backbone that fastft serves hands to them"
+    if implementation not in ("eager", "sdpa"):
+        return f"of {name} with {implementation!r} attention it is not known whether it keeps documents apart"
+    if not masks_know_positions(type(backbone).forward):
+        return f"{name} does not make its mask with the positions, so documents see each other"
+    return ""
+
+
+def _makes_causal_masks(words: frozenset[str]) -> bool:
+    return any(word.startswith("create_") and word.endswith("causal_mask") for word in words)
+
+
+def _knows_its_chunks(module: Any) -> bool:
+    types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    return bool(types) and index is not None and isinstance(getattr(module.config, "attention_chunk_size", None), int)
 
 
 def _rope_types(config: Any) -> list[str]:
@@ -172,58 +218,25 @@ def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
 
 
-def _why_not_reached(backbone: nn.Module, attention: dict[str, nn.Module]) -> str:
-    """Names the first module on the way from the backbone to its attention that hands no keyword arguments on."""
-    for fqn in attention:
+def _why_not_reached(backbone: nn.Module, names: Iterable[str]) -> str:
+    """Names the first module on the way from the backbone to one of these that hands no keyword arguments on."""
+    for fqn in names:
         path = fqn.split(".") if fqn else []
         for depth in range(len(path) + 1):
             module = backbone.get_submodule(".".join(path[:depth]))
-            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _uses_keywords(type(module).forward):
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not uses_keywords(type(module).forward):
                 return f"{type(module).__name__}.forward hands no keyword arguments on to its attention"
     return ""
 
 
-def _other_mixer(backbone: nn.Module, attention: dict[str, nn.Module]) -> str:
-    """Names what mixes tokens besides attention, or a layer that has no attention."""
-    for fqn, module in backbone.named_modules():
-        last = fqn.rsplit(".", 1)[-1].lower()
-        # GPT-2's "Conv1D" is a linear layer: names and nn.Conv1d count, class names do not.
-        if isinstance(module, (nn.Conv1d, nn.RNNBase)) or any(mixer in last for mixer in _MIXERS):
-            return f"{fqn} ({type(module).__name__}) mixes tokens besides attention, across the sequences of a row"
+def _layer_without(backbone: nn.Module, attention: dict[str, nn.Module]) -> str:
+    """Names a layer that mixes tokens in no way that can be seen."""
+    seen = [*attention, *mixers(backbone)]
     for stack in {fqn.split(".", 1)[0] for fqn in attention}:
         layers = backbone.get_submodule(stack)
         if not isinstance(layers, nn.ModuleList):
             continue
         for index, layer in enumerate(layers):
-            if not any(fqn.startswith(f"{stack}.{index}.") for fqn in attention):
+            if not any(fqn.startswith(f"{stack}.{index}.") for fqn in seen):
                 return f"{stack}.{index} ({type(layer).__name__}) has no attention of transformers' AttentionInterface"
     return ""
-
-
-def _uses_keywords(function: Callable[..., Any]) -> bool:
-    """Whether a function takes any keyword argument, and its code reads what it took."""
-    function = inspect.unwrap(function)
-    kinds = {parameter.kind: name for name, parameter in inspect.signature(function).parameters.items()}
-    keywords = kinds.get(inspect.Parameter.VAR_KEYWORD)
-    if keywords is None:
-        return False
-    # Newer Pythons load two variables by one instruction.
-    read = (i.argval for i in dis.get_instructions(function) if i.opname.startswith("LOAD_"))
-    return any(keywords in value if isinstance(value, tuple) else keywords == value for value in read)
-
-
-def _words(function: Callable[..., Any]) -> frozenset[str]:
-    """Every name and string in the compiled code of a function, below its decorators."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return frozenset() if code is None else frozenset(_words_of_code(code))
-
-
-def _words_of_code(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _words_of_code(constant)
-        elif isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):  # the keywords of a call
-            yield from (word for word in constant if isinstance(word, str))

@@ -16,6 +16,11 @@ _MOE = {
 }  # fmt: skip
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 _EAGER = {"attn_implementation": "eager"}  # what these need has no SDPA
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 _LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
     "num_key_value_heads": 4,
@@ -62,16 +67,31 @@ DECODERS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 5},
     # Not served, and the report says why.
     "bloom": {},
-    "jamba": {},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
+    "gptj": {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4},
+    "granitemoehybrid": _MAMBA2
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {"state_size": 8},
+    "minimax": _MOE | {"layer_types": ["linear_attention", "full_attention"]},
     "nemotron": {},
-    "qwen3_next": {},
+    "qwen3_next": _MOE | _LINEAR,
     "stablelm": {},
+    "xglm": {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48},
 }
 # Dropout draws other numbers for another layout of the same tokens.
 _NO_DROPOUT = dict.fromkeys(
-    ("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"),
+    (
+        "activation_dropout", "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "layerdrop",
+        "resid_pdrop", "residual_dropout",
+    ),
     0.0,
-)
+)  # fmt: skip
 
 
 def tiny_decoder(family: str, **config: Any) -> Any:
@@ -100,8 +120,10 @@ def drops_padding(model: Any, side: str = "right") -> bool:
 def served_how(family: str) -> str:
     """What becomes of a packed row of this family: a line of the README's table."""
     model = patch_model(tiny_decoder(family))
+    if "is refused" in why_stock(model):
+        return "refused with a message: they would see each other"
     if why_stock(model):
-        return "left to the model's own code, as without fastft"
+        return "kept apart by the model's own code, which stays as it is"
     model(**packed_batch([3, 5]), use_cache=False)
     fused = {item.op for item in report(model).replaced} - {"packing", "attention"}
     if any("by the previous implementation" in name for name in report(model).counters):

@@ -34,10 +34,14 @@ ALLOWED: dict[str, set[str]] = {
     "modules": BOTTOM | {"capability", "config", "family_spec", "packing", "unpadding", "memory", "ops"},
     "families": BOTTOM | {"config", "family_spec"},
     "integrations": BOTTOM | {"capability", "config", "family_spec", "packing", "memory", "ops", "modules"},
-    "structure": BOTTOM | {"config", "family_spec", "families"},  # what a model's code looks like, read for the plan
+    # What a model's code looks like, read for the plan.
+    "code_reading": set(),
+    "isolation": {"code_reading"},
+    "structure": BOTTOM | {"config", "family_spec", "families", "code_reading", "isolation"},
     # A plan asks each operation whether it can run; it computes nothing.
     "plan": BOTTOM
-    | {"capability", "config", "family_spec", "families", "structure", "packing", "ops", "modules", "integrations"},
+    | {"capability", "config", "family_spec", "families", "structure", "isolation", "packing", "ops", "modules"}
+    | {"integrations"},
 }
 ANYTHING = {"", "cli", "demo", "patch"}  # the top: patch.py sits above plan.py, cli.py and the demo above everything
 # Third-party packages that a room may name at all, on top of the standard library. The top may name any.
@@ -54,6 +58,8 @@ LIBRARIES = {
     "memory": {"torch"},
     "modules": {"torch", "transformers"},
     "integrations": {"torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate"},
+    "code_reading": set(),
+    "isolation": {"torch"},
     "structure": {"torch", "transformers"},
     "plan": {"torch"},
 }

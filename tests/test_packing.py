@@ -316,3 +316,20 @@ def test_what_an_evaluation_made_can_be_trained_with(build):
         }[build]()
         tensors = [packed.cu_seqlens, packed.position_ids, packed.doc_ids]
     assert not any(tensor.is_inference() for tensor in tensors)
+
+
+# -------------------------------------------------------------------------------------------------------- chunks
+
+
+@pytest.mark.parametrize("told", ["host", "device"])
+def test_chunks_cut_every_sequence_from_its_start(device, told):
+    packed = PackedSequences.from_lengths([5, 1, 8, 4], device)
+    if told == "device":  # the boundaries are known there only
+        packed = PackedSequences._checked(packed.cu_seqlens, None, packed.max_seqlen, packed.total_tokens)
+    assert packed.chunks(8) is packed
+    cut = packed.chunks(4)
+    assert cut.cu_seqlens.tolist() == [0, 4, 5, 6, 10, 14, 18]
+    assert (cut.max_seqlen, cut.total_tokens) == (4, 18)
+    assert packed.chunks(4) is cut
+    assert packed.chunks(1).cu_seqlens.tolist() == list(range(19))
+    assert PackedSequences.from_lengths([], device).chunks(1).total_tokens == 0

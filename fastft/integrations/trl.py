@@ -99,7 +99,7 @@ def _fixed(trainer: Any, backbone: ModuleState, fixed_tokens: int) -> Callable[[
     Raises:
         UnsupportedOptionError: the trainer does not pack rows that keep documents apart, or rows too long.
     """
-    problem = _why_not_fixed(trainer, fixed_tokens) or backbone.keeps_padding
+    problem = _why_not_fixed(trainer, fixed_tokens) or backbone.rules.keeps_padding
     if problem:
         raise UnsupportedOptionError(f"fixed_tokens={fixed_tokens} cannot be honoured: {problem}")
     counts = sorted(map(len, trainer.train_dataset["seq_lengths"]), reverse=True)
@@ -148,7 +148,7 @@ def _why_left_alone(trainer: Any, backbone: ModuleState) -> str:
         return "sequence parallelism wants rows"
     if trainer.args.neftune_noise_alpha is not None:
         return "NEFTune's noise depends on the length of the rows"
-    return backbone.keeps_padding or why_rows_matter(trainer.model)
+    return backbone.rules.keeps_padding or why_rows_matter(trainer.model)
 
 
 def _why_no_own_collator(trainer: Any) -> str:

@@ -21,6 +21,7 @@ from ..errors import FastftError, PackingError
 from ..ops.attention import resolve, varlen_attention
 from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
+from .chunked import sequences_seen_by, with_temperature_of_documents
 from .dynamo import treat_as_constants
 from .projection import project
 from .state import ATTRIBUTE, ModelState, state_of
@@ -124,6 +125,8 @@ def _attend_packed(
             f"{type(module).__name__} has {key.shape[2]} keys for {query.shape[2]} queries, so the boundaries of a "
             "packed batch do not apply to it; patch with packing=False"
         )
+    query = with_temperature_of_documents(module, query, packed_sequences)
+    packed_sequences = sequences_seen_by(module, packed_sequences)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
     window = kwargs.get("sliding_window")

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ..errors import PackingError, UnsupportedModelError
+from ..packing import PackedSequences
 from ..unpadding import UnpaddedSequences
 from .dynamo import is_exporting
-from .sequences import find_sequences, tokens_of
+from .sequences import find_sequences, holds_several, tokens_of
 from .state import ModuleState, state_of
 
 
@@ -65,7 +66,58 @@ def _announce(
         _unpad(packed, kwargs, tokens)
     elif kwargs.get("position_ids") is None:
         kwargs["position_ids"] = packed.position_ids.view(tokens.shape[:2])
+    if state.rules.carries_state:
+        _tell_boundaries(packed, kwargs, tokens)
     return (), kwargs
+
+
+def _tell_boundaries(packed: PackedSequences, kwargs: dict[str, Any], tokens: torch.Tensor) -> None:
+    """By the keywords of the kernels of state-space layers, linear attention and short convolutions.
+
+    Raises:
+        PackingError: more than one row, which those kernels do not take beside boundaries.
+    """
+    if tokens.shape[0] != 1:
+        raise PackingError(
+            f"the state of this model's layers can be kept apart in one packed row, not in {tokens.shape[0]}; flatten "
+            "the batch into one row (per_device_train_batch_size=1, or a padding-free collator)"
+        )
+    kwargs["seq_idx"] = packed.doc_ids.to(torch.int32)[None]
+    kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = packed.cu_seqlens
+    kwargs["max_length_q"] = kwargs["max_length_k"] = packed.max_seqlen
+
+
+def guard_packing(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a backbone that is left to its own code: no packed batch goes through it with its documents
+    mixed up. Where its code keeps them apart, the cache is turned off, under which it would not.
+
+    Raises:
+        PackingError: a packed batch, in a backbone that cannot keep its documents apart.
+    """
+    state = state_of(module)
+    if state is None or is_exporting() or kwargs.get("past_key_values") is not None:
+        return None
+    return _guard(state, args, kwargs)
+
+
+@torch.compiler.disable
+def _guard(
+    state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
+    if not holds_several(state.shared, given):
+        return None
+    if state.rules.refuses_packing:
+        raise PackingError(
+            "this batch packs several documents into a row, which would see each other: "
+            f"{state.rules.refuses_packing}. Train on separate rows "
+            "(SFTConfig(packing=False, padding_free=False)), or let them see each other with "
+            "fastft.patch_model(model, packing=False)"
+        )
+    state.shared.counters["batches: packed, kept apart by the model's own code"] += 1
+    return args, {**kwargs, "use_cache": False}
 
 
 def _unpad(packed: UnpaddedSequences, kwargs: dict[str, Any], tokens: torch.Tensor) -> None:

@@ -61,6 +61,36 @@ def find_sequences(
     return packed.to(tokens.device), f"packed, {how}"
 
 
+def holds_several(shared: ModelState, kwargs: dict[str, Any]) -> bool:
+    """Whether a batch packs several documents into a row, as far as it says so. One synchronisation on a device where
+    only positions can say it.
+
+    Raises:
+        PackingError: boundaries that contradict the batch, or `packed_sequences`, which only served backbones take.
+    """
+    tokens, mask, position_ids = tokens_of(kwargs), kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if kwargs.get("packed_sequences") is not None:
+        raise PackingError("packed_sequences cannot be honoured: fastft does not serve this model; leave it out")
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2 or tokens.device.type == "meta":
+        return False
+    batch_size, length = tokens.shape[:2]
+    if isinstance(kwargs.get("cu_seq_lens_q"), torch.Tensor):
+        return bool(kwargs["cu_seq_lens_q"].numel() - 1 > batch_size)
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or position_ids.is_floating_point():
+        return False
+    if position_ids.shape not in ((batch_size, length), (1, length)) or any(map(_is_transformed, (mask, position_ids))):
+        return False
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
+        return False
+    question = ("several", batch_size, length)
+    found, several = shared.packed_cache.lookup(question, position_ids, mask)
+    if not found:
+        packed = PackedSequences.from_position_ids(position_ids.expand(batch_size, length), mask)
+        several = packed is not None and packed.cu_seqlens_host != _row_boundaries(batch_size, length)
+        shared.packed_cache.remember(several, question, position_ids, mask)
+    return bool(several)
+
+
 def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], tokens: Any) -> str:
     """Why boundaries are not even looked for; empty if they are."""
     if tokens is None:
@@ -261,8 +291,8 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
     them and told to use no cache (log-probabilities of a reference policy).
     """
     state, config = state_of(module), module.config
-    if state is None or state.keeps_padding:
-        return "not patched" if state is None else state.keeps_padding
+    if state is None or state.rules.keeps_padding:
+        return "not patched" if state is None else state.rules.keeps_padding
     if state.shared.config.unpad is False:
         return "unpad=False"
     use_cache = kwargs.get("use_cache")

@@ -35,6 +35,14 @@ class UsedPadding(NamedTuple):
     places: torch.Tensor  # bool [B, L]
 
 
+class BackboneRules(NamedTuple):
+    """What was found out about a backbone when its model was patched."""
+
+    keeps_padding: str = ""  # why padded batches keep their padding, or ""
+    refuses_packing: str = ""  # of one left to its own code: why packed batches are refused, or ""
+    carries_state: bool = False  # whether layers besides attention have to be told the boundaries
+
+
 class ModelState:
     """State of one patched model. Counters tell how often each implementation ran, so that nothing is silently off."""
 
@@ -51,7 +59,7 @@ class ModelState:
 class ModuleState:
     """State of one patched module. It follows `deepcopy`; a pickle forgets it, since pickling drops the forwards."""
 
-    __slots__ = ("attention_before", "bound", "family", "keeps_padding", "kind", "parameter_names", "shared")
+    __slots__ = ("attention_before", "bound", "family", "kind", "parameter_names", "rules", "shared")
 
     def __init__(
         self,
@@ -60,19 +68,19 @@ class ModuleState:
         family: FamilySpec | None,
         parameter_names: tuple[str, ...] = (),
         bound: bool = False,
-        keeps_padding: str = "",
+        rules: BackboneRules | None = None,
     ) -> None:
         self.shared = shared
-        self.kind = kind  # "head", "backbone", "attention", "mlp", "rms_norm"
+        self.kind = kind  # "head", "backbone", "guard", "attention", "mlp", "rms_norm"
         self.family = family
-        self.parameter_names = parameter_names  # of the forward of a head or backbone, in order
-        self.keeps_padding = keeps_padding  # of a backbone: why padded batches keep their padding, or ""
+        self.parameter_names = parameter_names  # of the forward of a head, backbone or guard, in order
         self.bound = bound  # whether a forward of fastft was bound onto the module
+        self.rules = rules or BackboneRules()
         self.attention_before = 0  # of a backbone: attention calls counted when its present forward began
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         shared = deepcopy(self.shared, memo)
-        return ModuleState(shared, self.kind, self.family, self.parameter_names, self.bound, self.keeps_padding)
+        return ModuleState(shared, self.kind, self.family, self.parameter_names, self.bound, self.rules)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _forgotten, ()

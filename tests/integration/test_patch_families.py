@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import fastft
 from fastft import structure
-from fastft.errors import UnsupportedOptionError
+from fastft.code_reading import uses_keywords, words_of
+from fastft.errors import PackingError, UnsupportedOptionError
 from fastft.families import llama
 
 _GPT2 = {
@@ -88,15 +89,17 @@ def test_an_unknown_family_gets_packing_and_attention_only(family: str) -> None:
 def test_a_model_that_cannot_be_packed_is_left_alone_with_the_reason(family: str) -> None:
     config, reason = _NOT_PACKED[family]
     model = tiny_model(family, **config)
-    before = snapshot(model)
+    before, expected = snapshot(model), model.eval()(rows()).logits
     fastft.patch_model(model)
-    assert snapshot(model) == before
     report = fastft.report(model)
     assert not report.replaced
     reasons = {item.op: item.reason for item in report.skipped}
     assert reasons.keys() == {"packing", "attention", "rope", "rms_norm", "lora"}
-    assert reason in reasons["packing"] and reasons["attention"] == reasons["packing"]
-    model(rows()).logits.sum().backward()
+    assert reason in reasons["attention"] and reasons["packing"].startswith(f"{reasons['attention']}; ")
+    assert torch.equal(model(rows()).logits, expected)
+    model.train()(rows()).logits.sum().backward()
+    fastft.unpatch_model(model)
+    assert snapshot(model) == before
 
 
 def test_an_encoder_decoder_is_left_alone() -> None:
@@ -155,8 +158,11 @@ def test_a_foreign_attention_in_a_known_backbone() -> None:
     )
     fastft.patch_model(model)
     reasons = {item.op: item.reason for item in fastft.report(model).skipped}
-    assert "layers.0 (LlamaDecoderLayer) has no attention" in reasons["packing"] == reasons["attention"]
-    model(**batch).loss.backward()
+    assert reasons["attention"].startswith("layers.0 (LlamaDecoderLayer) has no attention")
+    assert reasons["packing"] == f"{reasons['attention']}; a packed batch is refused"
+    with pytest.raises(PackingError, match="several documents"):
+        model(**batch)
+    model(rows(), labels=rows()).loss.backward()
     assert counters(model)["rms_norm"] == 5
 
 
@@ -220,9 +226,9 @@ def test_words_look_below_decorators_and_into_inner_functions() -> None:
     def forward(self, **kwargs):
         return [create_causal_mask() for _ in kwargs], {"or_mask_function": 1}, dict(sliding_window=2)
 
-    words = structure._words(torch.no_grad()(forward))
+    words = words_of(torch.no_grad()(forward))
     assert {"or_mask_function", "sliding_window"} <= words
-    assert structure._words(len) == frozenset()
+    assert words_of(len) == frozenset()
 
 
 def test_keywords_that_are_taken_and_dropped_do_not_count() -> None:
@@ -235,8 +241,8 @@ def test_keywords_that_are_taken_and_dropped_do_not_count() -> None:
     def takes_none(self, x):
         return x()
 
-    assert structure._uses_keywords(hands_on)
-    assert not structure._uses_keywords(drops) and not structure._uses_keywords(takes_none)
+    assert uses_keywords(hands_on)
+    assert not uses_keywords(drops) and not uses_keywords(takes_none)
 
 
 def test_a_layer_without_attention_is_found() -> None:

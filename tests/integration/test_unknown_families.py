@@ -81,7 +81,6 @@ def test_whole_rows_are_left_to_stock(family):
 @pytest.mark.parametrize(
     ("family", "config"),
     [
-        ("llama4_text", MOE | {"attention_chunk_size": 8}),  # chunks live in the mask alone
         ("qwen2_moe", MOE | LAYER_TYPES | {"use_sliding_window": True}),
         ("phimoe", MOE | {"sliding_window": 5}),  # its attention is not told the window
     ],
