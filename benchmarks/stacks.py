@@ -67,15 +67,17 @@ def import_first(stack: str) -> None:
         import unsloth  # noqa: F401
 
 
-def choose_attention(stack: str, model: str, asked: str | None, device: torch.device) -> str:
+def choose_attention(stack: str, model: str, asked: str | None, device: torch.device, patch_options: str = "") -> str:
     """The attention implementation a run starts from: what was asked, else the best the stack can import.
 
-    fastft starts from what a user without flash-attn has (SDPA), since it brings its own attention.
+    fastft starts from what a user without flash-attn has (SDPA), since it brings its own attention; with packing=False
+    it leaves attention to the model, which then gets the best as the stock model does.
     """
     able = PRESETS[model].stock_attention
     if asked is not None:
         return asked
-    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None and stack != "fastft"
+    own = stack == "fastft" and _patch_options(patch_options).get("packing") is not False
+    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None and not own
     preferred = "flash_attention_2" if flash else "sdpa"
     return preferred if preferred in able else able[0]
 
@@ -84,7 +86,7 @@ def build(args: Any, device: torch.device, tokenizer: Any) -> Built:
     """The model of `args` on `device`, prepared by `args.stack`."""
     if args.stack == "unsloth":
         return _build_unsloth(args, tokenizer)
-    attention = choose_attention(args.stack, args.model, args.attention, device)
+    attention = choose_attention(args.stack, args.model, args.attention, device, args.patch_options)
     checkpoint_seconds = 0.0
     if args.method == "qlora":
         model, checkpoint_seconds = _load_four_bit(args, attention)

@@ -21,7 +21,9 @@ class PatchConfig:
             every batch to the stock implementation.
         unpad: "auto" drops the padding of padded batches in training, where the model's own loss uses no output there;
             False keeps it. Logits, hidden states and router logits are zero at dropped places, so give False if you
-            add a loss of your own over them that does not mask the padding.
+            add a loss of your own over them that does not mask the padding. True is a promise that you use none of them
+            at padding: padding is then dropped without the model's own loss too (trainers that keep the labels to
+            themselves, a teacher or reference model that is told use_cache=False).
         rope: "triton", "reference".
         rope_in_place: True rotates q and k where they lie whenever that is provably safe, "auto" only in batches so
             long that the memory counts, False never. The results are the same. Under True the report counts refusals
@@ -36,7 +38,7 @@ class PatchConfig:
 
     attention: str | Literal[False] = "auto"
     packing: str | Literal[False] = "auto"
-    unpad: str | Literal[False] = "auto"
+    unpad: str | bool = "auto"
     rope: str | Literal[False] = "auto"
     rope_in_place: str | bool = "auto"
     rms_norm: str | Literal[False] = "auto"
@@ -45,16 +47,19 @@ class PatchConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "rope_in_place":
+            if field.name in ("rope_in_place", "unpad"):
                 if not isinstance(value, bool) and value != "auto":  # 1 == True, but is no option
-                    raise UnsupportedOptionError(f"rope_in_place={value!r} is no option; give 'auto', True or False")
+                    raise UnsupportedOptionError(f"{field.name}={value!r} is no option; give 'auto', True or False")
             elif value is not False and not isinstance(value, str):
                 raise UnsupportedOptionError(
                     f"{field.name}={value!r} is not an option; give 'auto', the name of an implementation, or False"
                 )
-        for name in ("packing", "unpad"):
-            if getattr(self, name) not in ("auto", False):
-                raise UnsupportedOptionError(f"{name}={getattr(self, name)!r} is not an option; give 'auto' or False")
+        if self.packing not in ("auto", False):
+            raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
+        if self.packing is False and self.unpad is True:
+            raise UnsupportedOptionError(
+                "unpad=True makes packed rows of padded batches, which packing=False turns off; leave one of them out"
+            )
         if self.packing and self.attention is False:
             raise UnsupportedOptionError(
                 "packing needs fastft's attention, which attention=False turns off; give packing=False as well"

@@ -142,22 +142,35 @@ class _Planner:
     def _backbone(self, fqn: str, module: nn.Module) -> None:
         family, problem = self.backbones[fqn]
         if problem:
+            self._refuse_unpad(fqn, problem)
             self._guard(fqn, module, family, problem)
             if family is None:
                 self._skip(fqn, "attention", problem)
             return
         head = structure.head_over(self.model, module)
         stays = "unpad=False" if self.config.unpad is False else structure.why_padding_stays(module)
-        if head is None:
+        self._refuse_unpad(fqn, stays)
+        if head is None and self.config.unpad is not True:
             stays = stays or "no head of which fastft knows the outputs it uses"
+        when = (
+            "where nothing is used there"
+            if self.config.unpad is True
+            else "in training, where the loss uses no output there"
+        )
         reason = "boundaries from the collator, from positions that restart, or given; padding is " + (
-            f"kept: {stays}" if stays else "dropped in training, where the loss uses no output there"
+            f"kept: {stays}" if stays else f"dropped {when}"
         )
         self.replaced.append(Replacement(fqn, "packing", "varlen", reason))
         rules = BackboneRules(keeps_padding=stays, carries_state=bool(mixers(module)))
         self.bindings.append(Binding(fqn, "backbone", family, False, rules))
         if head is not None and not stays:
             self.bindings.append(Binding(head, "head", family, False))
+
+    def _refuse_unpad(self, fqn: str, problem: str) -> None:
+        if self.config.unpad is True and problem and self.strict:
+            raise UnsupportedOptionError(
+                f"unpad=True cannot be honoured for {fqn or self.name}: {problem}; use unpad='auto'"
+            )
 
     def _guard(self, fqn: str, module: Any, family: FamilySpec | None, problem: str) -> None:
         """A backbone that is left to its own code must not mix the documents of a packed row without a word."""

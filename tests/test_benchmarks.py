@@ -107,12 +107,15 @@ def test_a_stack_that_changes_what_a_step_does_is_refused() -> None:
         train_step.check_same_work(asked, SimpleNamespace(**{**asked, "gradient_accumulation_steps": 2}))
 
 
-def test_attention_starts_from_what_the_stack_can_use() -> None:
-    cpu = torch.device("cpu")
+def test_attention_starts_from_what_the_stack_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert stacks.choose_attention("transformers", "Llama-3.2-1B", None, cpu) == "sdpa"
     assert stacks.choose_attention("transformers", "Llama-3.2-1B", "eager", cpu) == "eager"
-    assert stacks.choose_attention("fastft", "Llama-3.2-1B", None, torch.device("cuda")) == "sdpa"
     assert stacks.choose_attention("transformers", "gpt-oss-20b", None, cpu) == "eager"
+    monkeypatch.setattr(stacks.importlib.util, "find_spec", lambda name: object())  # flash_attn is installed
+    assert stacks.choose_attention("transformers", "Llama-3.2-1B", None, gpu) == "flash_attention_2"
+    assert stacks.choose_attention("fastft", "Llama-3.2-1B", None, gpu) == "sdpa"
+    assert stacks.choose_attention("fastft", "Llama-3.2-1B", None, gpu, "packing=False") == "flash_attention_2"
 
 
 @pytest.mark.parametrize(

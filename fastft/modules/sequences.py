@@ -288,7 +288,8 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
     """Why a padded batch keeps its padding, whatever its mask says; empty if it may lose it.
 
     The outputs have zeros where the padding was, and there is no cache. That suits training, with gradients, or without
-    them and told to use no cache (log-probabilities of a reference policy).
+    them and told to use no cache (log-probabilities of a reference policy); elsewhere, whoever promises to use nothing
+    at padding, and no cache.
     """
     state, config = state_of(module), module.config
     if state is None or state.rules.keeps_padding:
@@ -297,9 +298,11 @@ def _why_padding_stays(module: Any, kwargs: dict[str, Any], told: bool) -> str:
         return "unpad=False"
     use_cache = kwargs.get("use_cache")
     unwanted = (getattr(config, "use_cache", None) if use_cache is None else use_cache) is False
-    if use_cache or not module.training or not (torch.is_grad_enabled() or unwanted):
+    promised = state.shared.config.unpad is True
+    training = module.training and torch.is_grad_enabled()
+    if use_cache or not (training or (unwanted and (module.training or promised))):
         return "padded rows outside training"
-    if not told:
+    if not told and not promised:
         return "which outputs are used is not known"
     for what in ("attentions", "hidden_states"):
         if _is_recorded(what, config, kwargs):

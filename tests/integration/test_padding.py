@@ -211,3 +211,41 @@ def test_copies_and_the_way_back() -> None:
     assert not model._forward_pre_hooks and not model.model._forward_pre_hooks and not model.model._forward_hooks
     got = train_once(model, padded("right"))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+# ------------------------------------------------------------------------ a caller who uses no output at padding
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_a_promise_needs_no_labels(mode: str, side: str) -> None:
+    stock, model = pair("llama", unpad=True)
+    for each in (stock, model):
+        each.train(mode == "training")
+    batch = padded(side)
+    del batch["labels"]
+    expected, got = (each(**batch, use_cache=False).logits for each in (stock, model))
+    real = batch["attention_mask"] != 0
+    torch.testing.assert_close(got[real], expected[real], rtol=2e-5, atol=2e-6)
+    assert not got[~real].any() and counters(model)[DROPPED] == 1
+    with torch.no_grad():
+        model(**batch, use_cache=True)
+        model(**batch, output_hidden_states=True, use_cache=False)
+    assert counters(model)[DROPPED] == 1
+
+
+def test_a_promise_does_not_change_the_loss() -> None:
+    stock, model = pair("llama", unpad=True)
+    batch = padded("right")
+    batch["labels"] = batch["input_ids"]  # targets at padding: such a batch keeps it
+    assert differences(train_once(model, batch), train_once(stock, batch)) == []
+    assert counters(model)[USED] == 1 and DROPPED not in counters(model)
+
+
+def test_generation_under_a_promise() -> None:
+    stock, model = pair("llama", unpad=True)
+    batch = padded("left")
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    for use_cache in (True, False):
+        options = {"max_new_tokens": 6, "do_sample": False, "use_cache": use_cache}
+        assert torch.equal(model.eval().generate(**given, **options), stock.eval().generate(**given, **options))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_families import tiny_decoder
 from packed_cases import counters, differences, pair
 from padded_cases import DROPPED, UNKNOWN, USED, padded, train_once
 from peft import LoraConfig, PolyConfig, get_peft_model
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastft import patch_model, report
+from fastft.errors import UnsupportedOptionError
 from fastft.modules.state import state_of
 
 
@@ -143,6 +145,14 @@ def test_padding_is_kept_on_request(options: dict[str, Any]) -> None:
     batch = padded("right")
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
     assert not any("dropped" in name for name in counters(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gpt_oss", "attention sinks"), ("lfm2", "mixes tokens besides attention")]
+)
+def test_a_promise_that_cannot_be_taken_up_is_refused(family: str, reason: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=f"unpad=True cannot be honoured for model: .*{reason}"):
+        patch_model(tiny_decoder(family), unpad=True)
 
 
 def test_question_answering_keeps_the_padding() -> None:

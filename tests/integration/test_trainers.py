@@ -116,11 +116,14 @@ def run(name: str, folder: Path, patched: bool) -> Any:
     trainer_class, config_class, dataset, fields, arguments = CASES[name]
     made = {"reward": reward_model, "sft, experts": mixture}.get(name, causal_lm)
     model = made(folder / "weights")
-    if patched:
-        patch_model(model)
     arguments = dict(arguments)
-    if arguments.pop("teacher", False):
+    distilled = arguments.pop("teacher", False)
+    if distilled:
         arguments["teacher_model"] = teacher()
+    if patched:  # a distillation trainer calls the model without labels, and uses no output at padding
+        patch_model(model, unpad=True if distilled else "auto")
+    if patched and distilled:
+        patch_model(arguments["teacher_model"], unpad=True)
     config = config_class(
         output_dir=str(folder), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2,
         lr_scheduler_type="constant", optim="sgd", bf16=False, use_cpu=True, report_to=[], logging_steps=1,
@@ -163,13 +166,12 @@ def test_a_trainer_on_padded_batches_is_that_of_stock(name: str, tmp_path: Path)
     assert len(moved) > len(ours.at_start) / 2
     found = counters(ours.model)
     assert (name == "sft, experts") == any("aux_loss" in entry for entry in metrics(ours))
-    if name == "distillation":  # it calls the model without labels, and which outputs it uses is not known
-        assert DROPPED not in found
-    else:
-        assert found[DROPPED] >= STEPS and found["padding dropped, in tokens"] > 0 and attention_calls(ours.model) > 0
+    assert found[DROPPED] >= STEPS and found["padding dropped, in tokens"] > 0 and attention_calls(ours.model) > 0
+    if name == "distillation":
+        assert counters(ours.teacher_model)[DROPPED] == STEPS
 
 
-@pytest.mark.parametrize("name", ["dpo", "reward", "sft, experts"])
+@pytest.mark.parametrize("name", ["distillation", "dpo", "reward", "sft, experts"])
 def test_rows_that_see_each_other_would_be_noticed(name: str, tmp_path: Path) -> None:
     stock = run(name, tmp_path, False)
     with one_sequence():
