@@ -40,12 +40,13 @@ def _words_of_code(code: CodeType) -> Iterator[str]:
             yield from (word for word in constant if isinstance(word, str))
 
 
-def keywords_of_calls(function: Callable[..., Any]) -> list[set[str]]:
-    """The keywords of every call in the source of a function, and the keys of every dictionary that may become some."""
+def keywords_of_calls(function: Callable[..., Any]) -> list[set[str]] | None:
+    """The keywords of every call in the source of a function, and the keys of every dictionary that may become some;
+    None if the source cannot be read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):  # no source: built otherwise, or shipped without it
-        return []
+    except (OSError, TypeError, SyntaxError):  # built otherwise, or shipped without it
+        return None
     found: list[set[str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

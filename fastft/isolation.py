@@ -6,7 +6,6 @@ Only code is looked at; nothing is run and nothing is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,7 +22,7 @@ _BOUNDARIES = frozenset({"seq_idx", "cu_seqlens"})
 _WITHOUT_BOUNDARIES = ("selective_scan", "mamba_inner")
 
 # Kernels for one token on top of a cache, which a packed batch never has.
-_DECODING = ("update", "recurrent")
+_DECODING = ("update", "recurrent")  # "recurrent" names a layer above, and here the form of a kernel
 
 # The import names that transformers goes by, where the package to install is called otherwise.
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
@@ -95,7 +94,15 @@ def _as_kernel(function: Any) -> _Kernel | None:
     )
 
 
-def masks_know_positions(forward: Callable[..., Any]) -> bool:
-    """Whether all masks that a forward makes are told the positions: transformers' masks then stop at restarts."""
-    masks = [names for names in keywords_of_calls(forward) if {"config", "attention_mask"} <= names]
-    return bool(masks) and all("position_ids" in names for names in masks)
+def why_masks_forget(backbone: type[nn.Module]) -> str:
+    """Why the masks that a backbone's forward makes do not stop where positions restart; "" if they do, as
+    transformers' masks that are told the positions."""
+    calls = keywords_of_calls(backbone.forward)
+    if calls is None:
+        return (
+            f"the source of {backbone.__name__} cannot be read, which would tell whether its masks know the positions"
+        )
+    masks = [names for names in calls if {"config", "attention_mask"} <= names]
+    if masks and all("position_ids" in names for names in masks):
+        return ""
+    return f"{backbone.__name__} does not make its mask with the positions, so documents see each other"

@@ -14,7 +14,7 @@ from torch import nn
 
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
-from .modules.state import ATTRIBUTE, ModelState, ModuleState, OwnConfig, state_of
+from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, OwnConfig, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan
 from .structure import positional_names
 
@@ -182,7 +182,8 @@ def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
     from .modules.attention import AttentionName
 
     state = state_of(module)
-    if state is None or (state.kind, state.bound) != (binding.kind, binding.bind_forward):
+    wanted = (binding.kind, binding.bind_forward, binding.rules or BackboneRules())
+    if state is None or (state.kind, state.bound, state.rules) != wanted:
         return False
     if binding.bind_forward and "forward" not in module.__dict__:
         return False
@@ -246,7 +247,7 @@ def _unbind(module: nn.Module) -> None:
 
 
 def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
-    from .modules import attention, backbone, heads
+    from .modules import attention, backbone, guard, heads
 
     shared = ModelState(config)
     if config.lora is not False:
@@ -263,7 +264,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         names: tuple[str, ...] = ()
         if binding.fqn in attending:
             _select_attention(module.config)
-        if binding.kind in ("head", "backbone", "guard"):
+        if binding.kind in ("head", "backbone", "guard", "head_guard"):
             names = positional_names(type(module).forward)
         if binding.kind == "head":
             module.register_forward_pre_hook(heads.announce_used_outputs, with_kwargs=True)
@@ -271,8 +272,8 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         if binding.kind == "backbone":
             module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
             module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
-        if binding.kind == "guard":
-            module.register_forward_pre_hook(backbone.guard_packing, with_kwargs=True)
+        if binding.kind in ("guard", "head_guard"):
+            module.register_forward_pre_hook(guard.guard_packing, with_kwargs=True)
         module.__dict__[ATTRIBUTE] = ModuleState(
             shared, binding.kind, binding.family, names, binding.bind_forward, binding.rules
         )
@@ -325,14 +326,14 @@ def _carry_over(entry: OwnConfig, former: dict[int, Any]) -> None:
 
 def _remove_hooks(module: nn.Module) -> None:
     """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
-    from .modules import backbone, heads
+    from .modules import backbone, guard, heads
 
     for hook, hooks, flags in (
         (heads.announce_used_outputs, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (heads.forget_used_outputs, module._forward_hooks, module._forward_hooks_always_called),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.finish_packing, module._forward_hooks, module._forward_hooks_with_kwargs),
-        (backbone.guard_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (guard.guard_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
     ):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]

@@ -58,7 +58,7 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "head", "backbone", "guard", "attention", "mlp", "rms_norm"
+    kind: str  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm"
     family: FamilySpec | None
     bind_forward: bool
     rules: BackboneRules | None = None  # of a backbone or guard
@@ -174,7 +174,7 @@ class _Planner:
 
     def _guard(self, fqn: str, module: Any, family: FamilySpec | None, problem: str) -> None:
         """A backbone that is left to its own code must not mix the documents of a packed row without a word."""
-        if self.config.packing is False or not structure.is_causal(module):
+        if self.config.packing is False or not structure.reads_causally(self.model, module):
             self._skip(fqn, "packing", problem)
             return
         refused = structure.why_documents_meet(module)
@@ -185,12 +185,12 @@ class _Planner:
         else:
             consequence = f"a packed batch is refused: {refused}"
         self._skip(fqn, "packing", f"{problem}; {consequence}")
-        rules = BackboneRules(refuses_packing=refused)
+        rules = BackboneRules(refuses_packing=refused, implementation=module.config._attn_implementation)
         self.bindings.append(Binding(fqn, "guard", family, False, rules))
         head = structure.pretrained_model(self.model)
-        if refused and head is not None and head is not module:  # some heads keep the positions to themselves
+        if head is not None and head is not module:  # some heads keep positions and boundaries to themselves
             name = next(name for name, candidate in self.model.named_modules() if candidate is head)
-            self.bindings.append(Binding(name, "guard", family, False, rules))
+            self.bindings.append(Binding(name, "head_guard", family, False, rules))
 
     def _known(self, fqn: str, module: nn.Module, kind: str, family: FamilySpec, taken: bool) -> None:
         before = len(self.replaced)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .code_reading import uses_keywords, words_of
 from .family_spec import FamilySpec
-from .isolation import masks_know_positions, mixers, why_state_crosses
+from .isolation import mixers, why_masks_forget, why_state_crosses
 
 # What the bound attention forward passes on or handles itself; another parameter would be dropped silently.
 _ATTENTION_PARAMETERS = {
@@ -149,13 +149,18 @@ def why_not_packable(backbone: nn.Module) -> str:
     )
 
 
-def is_causal(backbone: nn.Module) -> bool:
-    """Whether a backbone reads from left to right only, so that positions which start again mean another document."""
-    config, words = backbone.config, words_of(type(backbone).forward)
-    encoder = "create_bidirectional_mask" in words or not getattr(config, "is_decoder", True)
-    if _makes_causal_masks(words):  # its other masks are for what it attends to across
-        encoder = False
-    return not encoder and not getattr(config, "is_encoder_decoder", False)
+def reads_causally(model: nn.Module, backbone: Any) -> bool:
+    """Whether a backbone is known to read from left to right, so that positions which start again mean another
+    document. In an encoder they may say something else."""
+    config, owner = backbone.config, pretrained_model(model)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    made_for_it = type(owner).__name__.endswith("ForCausalLM")
+    return (
+        made_for_it
+        or bool(getattr(config, "is_decoder", False))
+        or _makes_causal_masks(words_of(type(backbone).forward))
+    )
 
 
 def why_documents_meet(backbone: Any) -> str:
@@ -166,12 +171,17 @@ def why_documents_meet(backbone: Any) -> str:
     if problem:
         return problem
     if mixers(backbone):
-        return "its layers need boundaries, which only a backbone that fastft serves hands to them"
-    if implementation not in ("eager", "sdpa"):
-        return f"of {name} with {implementation!r} attention it is not known whether it keeps documents apart"
-    if not masks_know_positions(type(backbone).forward):
-        return f"{name} does not make its mask with the positions, so documents see each other"
-    return ""
+        return f"{name} has layers that need boundaries, and no attention through which fastft could serve it"
+    if implementation in ("eager", "sdpa", "flex_attention"):
+        return why_masks_forget(type(backbone))
+    flash = [words for words in map(_forward_words, backbone.modules()) if "_flash_attention_forward" in words]
+    if "flash" in implementation and (attention or flash) and all("position_ids" in words for words in flash):
+        return ""
+    return f"of {name} with {implementation!r} attention it is not known whether it keeps documents apart"
+
+
+def _forward_words(module: nn.Module) -> frozenset[str]:
+    return words_of(type(module).forward)
 
 
 def _makes_causal_masks(words: frozenset[str]) -> bool:

@@ -11,8 +11,8 @@ from ..errors import PackingError, UnsupportedModelError
 from ..packing import PackedSequences
 from ..unpadding import UnpaddedSequences
 from .dynamo import is_exporting
-from .sequences import find_sequences, holds_several, tokens_of
-from .state import ModuleState, state_of
+from .sequences import find_sequences, row_boundaries, tokens_of
+from .state import ModuleState, arguments_by_name, state_of
 
 
 def announce_packing(
@@ -27,26 +27,32 @@ def announce_packing(
     state = state_of(module)
     if state is None or is_exporting():
         return None
-    decoding = kwargs.get("past_key_values") is not None
-    told = kwargs.get("packed_sequences") is not None or kwargs.get("cu_seq_lens_q") is not None
-    if decoding and not told and torch.compiler.is_compiling():
-        return None  # so that the compiled step stays in one piece
-    if len(args) > len(state.parameter_names) or not kwargs.keys().isdisjoint(state.parameter_names[: len(args)]):
-        return None  # arguments that the forward refuses, and says why
-    return _announce(state, module, args, kwargs)
+    given = arguments_by_name(state, args, kwargs)
+    if given is None or (torch.compiler.is_compiling() and _is_plainly_stock(module, given)):
+        return None
+    return _announce(state, module, given)
+
+
+def _is_plainly_stock(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether a batch goes the stock way whatever its values are, so that a compiled forward stays in one piece."""
+    if any(given.get(name) is not None for name in ("packed_sequences", "cu_seq_lens_q", "seq_idx")):
+        return False
+    if given.get("past_key_values") is not None:
+        return True
+    training = module.training and torch.is_grad_enabled()
+    return not training and all(given.get(name) is None for name in ("position_ids", "attention_mask"))
 
 
 # What it looks at differs from batch to batch; a compiler would specialise on it.
 @torch.compiler.disable
 def _announce(
-    state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: ModuleState, module: nn.Module, kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if getattr(module, "_is_replica", False):
         raise UnsupportedModelError(
             "nn.DataParallel copies modules without their bound forwards, which would compute on the original's "
             "weights; launch one process a GPU instead (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES"
         )
-    kwargs = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
     used_padding, state.shared.used_padding = state.shared.used_padding, None
     packed, reason = find_sequences(state.shared, module, kwargs, used_padding)
     state.shared.counters[f"batches: {reason}"] += 1
@@ -77,6 +83,10 @@ def _tell_boundaries(packed: PackedSequences, kwargs: dict[str, Any], tokens: to
     Raises:
         PackingError: more than one row, which those kernels do not take beside boundaries.
     """
+    if packed.cu_seqlens_host == row_boundaries(*tokens.shape[:2]):  # rows never share a state
+        for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+            kwargs.pop(name, None)
+        return
     if tokens.shape[0] != 1:
         raise PackingError(
             f"the state of this model's layers can be kept apart in one packed row, not in {tokens.shape[0]}; flatten "
@@ -85,39 +95,6 @@ def _tell_boundaries(packed: PackedSequences, kwargs: dict[str, Any], tokens: to
     kwargs["seq_idx"] = packed.doc_ids.to(torch.int32)[None]
     kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = packed.cu_seqlens
     kwargs["max_length_q"] = kwargs["max_length_k"] = packed.max_seqlen
-
-
-def guard_packing(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a backbone that is left to its own code: no packed batch goes through it with its documents
-    mixed up. Where its code keeps them apart, the cache is turned off, under which it would not.
-
-    Raises:
-        PackingError: a packed batch, in a backbone that cannot keep its documents apart.
-    """
-    state = state_of(module)
-    if state is None or is_exporting() or kwargs.get("past_key_values") is not None:
-        return None
-    return _guard(state, args, kwargs)
-
-
-@torch.compiler.disable
-def _guard(
-    state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    given = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
-    if not holds_several(state.shared, given):
-        return None
-    if state.rules.refuses_packing:
-        raise PackingError(
-            "this batch packs several documents into a row, which would see each other: "
-            f"{state.rules.refuses_packing}. Train on separate rows "
-            "(SFTConfig(packing=False, padding_free=False)), or let them see each other with "
-            "fastft.patch_model(model, packing=False)"
-        )
-    state.shared.counters["batches: packed, kept apart by the model's own code"] += 1
-    return args, {**kwargs, "use_cache": False}
 
 
 def _unpad(packed: UnpaddedSequences, kwargs: dict[str, Any], tokens: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ def with_temperature_of_documents(module: Any, query: torch.Tensor, packed: Pack
 
         scale(i) = 1 + attn_scale * log(1 + floor((i + 1) / floor_scale))
 
-    which is 1 in rows shorter than floor_scale (8,192 tokens).
+    which is 1 in rows shorter than floor_scale.
     """
     batch, _, length, _ = query.shape
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope or length < module.floor_scale:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import PackingError
 from ..packing import PackedSequences
@@ -55,40 +56,24 @@ def find_sequences(
     if given is None and not from_collator:
         return _from_positions(shared, module, kwargs, position_ids, tokens, used_padding)
     _check_no_padding(shared, mask)
-    packed = given if given is not None else _from_collator(shared, kwargs, batch_size * length)
+    packed = given if given is not None else boundaries_of_collator(shared, kwargs, batch_size * length)
     _check_covers(packed, batch_size, length)
     how = "given by the caller" if given is not None else "boundaries from the collator"
     return packed.to(tokens.device), f"packed, {how}"
 
 
-def holds_several(shared: ModelState, kwargs: dict[str, Any]) -> bool:
-    """Whether a batch packs several documents into a row, as far as it says so. One synchronisation on a device where
-    only positions can say it.
+def text_positions(position_ids: Any) -> torch.Tensor | None:
+    """The positions within the text, [B, L]: M-RoPE's [4, B, L] begin with them, its [3, B, L] do not tell them."""
+    if not isinstance(position_ids, torch.Tensor) or position_ids.is_floating_point():
+        return None
+    if position_ids.ndim == 3 and len(position_ids) == 4:
+        return position_ids[0]
+    return position_ids if position_ids.ndim == 2 else None
 
-    Raises:
-        PackingError: boundaries that contradict the batch, or `packed_sequences`, which only served backbones take.
-    """
-    tokens, mask, position_ids = tokens_of(kwargs), kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if kwargs.get("packed_sequences") is not None:
-        raise PackingError("packed_sequences cannot be honoured: fastft does not serve this model; leave it out")
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2 or tokens.device.type == "meta":
-        return False
-    batch_size, length = tokens.shape[:2]
-    if isinstance(kwargs.get("cu_seq_lens_q"), torch.Tensor):
-        return bool(kwargs["cu_seq_lens_q"].numel() - 1 > batch_size)
-    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or position_ids.is_floating_point():
-        return False
-    if position_ids.shape not in ((batch_size, length), (1, length)) or any(map(_is_transformed, (mask, position_ids))):
-        return False
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
-        return False
-    question = ("several", batch_size, length)
-    found, several = shared.packed_cache.lookup(question, position_ids, mask)
-    if not found:
-        packed = PackedSequences.from_position_ids(position_ids.expand(batch_size, length), mask)
-        several = packed is not None and packed.cu_seqlens_host != _row_boundaries(batch_size, length)
-        shared.packed_cache.remember(several, question, position_ids, mask)
-    return bool(several)
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there is something to read: not on the meta device, nor under a tracer that only follows shapes."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) and not _is_transformed(tensor)
 
 
 def _stock_reason(shared: ModelState, module: Any, kwargs: dict[str, Any], tokens: Any) -> str:
@@ -161,6 +146,12 @@ def _check_no_padding(shared: ModelState, mask: torch.Tensor | None) -> None:
     shared.packed_cache.remember(None, question, mask)
 
 
+def check_not_only_seq_idx(kwargs: dict[str, Any]) -> None:
+    """Such a batch is packed, and its positions run on from one document into the next."""
+    if kwargs.get("seq_idx") is not None and kwargs.get("position_ids") is None:
+        raise PackingError("seq_idx came without position_ids, which would start again in each document; pass both")
+
+
 def _check_covers(packed: Any, batch_size: int, length: int) -> None:
     if not isinstance(packed, PackedSequences):
         raise PackingError(f"packed_sequences must be a fastft.PackedSequences, got {type(packed).__name__}")
@@ -170,7 +161,7 @@ def _check_covers(packed: Any, batch_size: int, length: int) -> None:
             "from this batch"
         )
     boundaries = packed.cu_seqlens_host
-    if batch_size > 1 and boundaries is not None and not set(_row_boundaries(batch_size, length)) <= set(boundaries):
+    if batch_size > 1 and boundaries is not None and not set(row_boundaries(batch_size, length)) <= set(boundaries):
         raise PackingError(
             f"a sequence runs from one row of the batch ({batch_size} rows of {length} tokens) into the next; "
             "packed_sequences needs a boundary at the end of each row"
@@ -180,7 +171,7 @@ def _check_covers(packed: Any, batch_size: int, length: int) -> None:
 # ------------------------------------------------------------------------------------------------- boundaries
 
 
-def _from_collator(shared: ModelState, kwargs: dict[str, Any], total_tokens: int) -> PackedSequences:
+def boundaries_of_collator(shared: ModelState, kwargs: dict[str, Any], total_tokens: int) -> PackedSequences:
     cu_seqlens, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if not isinstance(cu_seqlens, torch.Tensor) or not isinstance(keys, torch.Tensor | None):
         raise PackingError(
@@ -217,7 +208,9 @@ def _from_positions(
     mask = kwargs.get("attention_mask")
     if position_ids is not None and position_ids.is_floating_point():
         return None, "stock, positions that are no integers"
-    if position_ids is not None and position_ids.ndim != 2:
+    check_not_only_seq_idx(kwargs)
+    positions = text_positions(position_ids)
+    if position_ids is not None and positions is None:
         return None, f"stock, positions of {position_ids.ndim} dimensions"
     whole_rows = _serves_whole_rows(module, kwargs)
     if position_ids is None and mask is None:
@@ -226,23 +219,25 @@ def _from_positions(
         return PackedSequences.from_lengths([length] * batch_size, tokens.device), "whole rows"
     told = used_padding is not None and mask is not None and _is_same(used_padding.attention_mask, mask)
     keeps_padding = "" if mask is None else _why_padding_stays(module, kwargs, told)
+    if mask is not None and positions is not position_ids:
+        keeps_padding = "positions of several dimensions"
     if position_ids is None and not whole_rows and keeps_padding:
         return None, f"stock, {keeps_padding}"
-    if tokens.device.type == "meta":
-        return None, "stock, the meta device has no positions to read"
+    if not has_values(tokens):
+        return None, "stock, there are no values to read"
     # Boundaries made in inference mode cannot be saved for a backward later.
     question = ("positions", batch_size, length, whole_rows, keeps_padding, torch.is_inference_mode_enabled())
     places = used_padding.places if used_padding is not None and told else None
     sources = (position_ids, mask, places)
     found, answer = shared.packed_cache.lookup(question, *sources)
     if not found:
-        answer = _read(module, position_ids, tokens, mask, places, whole_rows, keeps_padding)
+        answer = _read(module, positions, tokens, mask, places, whole_rows, keeps_padding)
         shared.packed_cache.remember(answer, question, *sources)
     if isinstance(answer, str):
         return None, f"stock, {answer}"
     if isinstance(answer, UnpaddedSequences):
         return answer, "packed, padding dropped"
-    unpacked = answer.cu_seqlens_host == _row_boundaries(batch_size, length)
+    unpacked = answer.cu_seqlens_host == row_boundaries(batch_size, length)
     return answer, "whole rows" if unpacked else "packed, positions restart"
 
 
@@ -340,5 +335,5 @@ def _serves_whole_rows(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return known and training and not kwargs.get("use_cache") and not recording
 
 
-def _row_boundaries(batch_size: int, length: int) -> tuple[int, ...]:
+def row_boundaries(batch_size: int, length: int) -> tuple[int, ...]:
     return tuple(range(0, batch_size * length + 1, max(length, 1)))

@@ -40,6 +40,7 @@ class BackboneRules(NamedTuple):
 
     keeps_padding: str = ""  # why padded batches keep their padding, or ""
     refuses_packing: str = ""  # of one left to its own code: why packed batches are refused, or ""
+    implementation: str = ""  # of its attention
     carries_state: bool = False  # whether layers besides attention have to be told the boundaries
 
 
@@ -71,7 +72,7 @@ class ModuleState:
         rules: BackboneRules | None = None,
     ) -> None:
         self.shared = shared
-        self.kind = kind  # "head", "backbone", "guard", "attention", "mlp", "rms_norm"
+        self.kind = kind  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm"
         self.family = family
         self.parameter_names = parameter_names  # of the forward of a head, backbone or guard, in order
         self.bound = bound  # whether a forward of fastft was bound onto the module
@@ -93,3 +94,11 @@ def _forgotten() -> None:
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of a module, or None if it is not patched."""
     return module.__dict__.get(ATTRIBUTE)
+
+
+def arguments_by_name(state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """All arguments of a forward by keyword; None for such as the forward refuses, and says why."""
+    names = state.parameter_names[: len(args)]
+    if len(args) > len(names) or any(name in kwargs for name in names):
+        return None
+    return {**dict(zip(names, args, strict=True)), **kwargs}

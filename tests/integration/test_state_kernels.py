@@ -45,6 +45,11 @@ def results(family: str, folder: Path) -> dict[str, Any]:
         model(**inputs(LENGTHS, "position_ids", rows=2))
     except PackingError as error:
         found["rows"] = str(error)
+    ids = inputs((12, 12), "position_ids")["input_ids"].view(2, 12)
+    ends = torch.tensor([0, 12, 24], dtype=torch.int32)
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    whole = [model(input_ids=row[None], use_cache=False).logits for row in ids]
+    found["a document a row"] = torch.allclose(model(input_ids=ids, **told).logits, torch.cat(whole), atol=1e-5)
     return found
 
 
@@ -71,7 +76,7 @@ def test_documents_are_as_if_alone(with_kernels, family):
     assert found["right"] == {"leaks": [], "differences": []}
     assert found["cu_seq_lens"] == found["packed_sequences"] == []
     assert found["mutant"]["leaks"] and found["mutant"]["differences"]
-    assert "in one packed row, not in 2" in found["rows"]
+    assert "in one packed row, not in 2" in found["rows"] and found["a document a row"]
 
 
 @pytest.mark.parametrize("family", WITHOUT)

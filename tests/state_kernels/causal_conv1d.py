@@ -5,8 +5,9 @@ from torch.nn import functional as F
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
-    assert seq_idx is not None and x.shape[0] == 1
-    lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+    assert seq_idx is None or x.shape[0] == 1
+    whole = torch.zeros(1, x.shape[2])
+    lengths = torch.unique_consecutive((whole if seq_idx is None else seq_idx)[0], return_counts=True)[1].tolist()
     pieces = [
         F.conv1d(F.pad(piece, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=x.shape[1])
         for piece in x.split(lengths, dim=2)

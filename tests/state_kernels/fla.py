@@ -9,8 +9,9 @@ def chunk_gated_delta_rule(
 ):  # fmt: skip
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    assert cu_seqlens is not None and q.shape[0] == 1 and initial_state is None
-    plain, lengths = torch_chunk_gated_delta_rule.__wrapped__, cu_seqlens.diff().tolist()
+    assert initial_state is None and (cu_seqlens is None or q.shape[0] == 1)
+    plain = torch_chunk_gated_delta_rule.__wrapped__
+    lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     pieces = zip(*(x.split(lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
     outputs = [
         plain(*piece[:3], g=piece[3], beta=piece[4], use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]

@@ -9,8 +9,9 @@ def mamba_chunk_scan_combined(
 ):  # fmt: skip
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 
-    assert seq_idx is not None and x.shape[0] == 1 and initial_states is None and z is None
-    lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+    assert initial_states is None and z is None and (seq_idx is None or x.shape[0] == 1)
+    whole = torch.zeros(1, x.shape[1])
+    lengths = torch.unique_consecutive((whole if seq_idx is None else seq_idx)[0], return_counts=True)[1].tolist()
     options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     pieces = zip(*(each.split(lengths, dim=1) for each in (x, dt, B, C)), strict=True)
     outputs = [
@@ -21,7 +22,6 @@ def mamba_chunk_scan_combined(
 
 def mamba_split_conv1d_scan_combined(zxbcdt, *args, seq_idx=None, **kwargs):
     """Not here: the caller goes on with the convolution and the scan."""
-    assert seq_idx is not None
 
 
 def selective_state_update(*args, **kwargs):

@@ -1,0 +1,188 @@
+"""The guard on models that fastft does not serve: nothing packed goes through mixed, and nothing else is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from decoder_families import tiny_decoder, why_stock
+from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks, separately
+from padded_cases import padded
+from tiny_models import packed_batch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForMaskedLM, DebertaV2ForMaskedLM, XLMWithLMHeadModel
+
+from fastft import patch_model, report
+from fastft.errors import PackingError
+
+OWN_CODE = ["gptj", "nemotron", "stablelm"]
+MEET = "would see each other"
+
+
+def both(family):
+    stock = tiny_decoder(family)
+    return stock, patch_model(copy.deepcopy(stock), lora=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("way", ["position_ids", "position_ids and a mask of ones", "cu_seq_lens", "cu_seq_lens alone"])
+@pytest.mark.parametrize("family", OWN_CODE)
+def test_the_models_own_code_gets_what_it_needs(family, way, rows):
+    stock, model = both(family)
+    batch = inputs(LENGTHS, way.removesuffix(" alone"), rows=rows)
+    if "alone" in way:
+        del batch["position_ids"]
+    assert leaks(model, batch, LENGTHS, rounding=1e-6) == []
+    expected = separately(stock, batch, LENGTHS)
+    assert differences(evaluate(model, batch, LENGTHS), expected, rtol=1e-4, atol=1e-5) == []
+    assert counters(model)["batches: packed, kept apart by the model's own code"] == 3
+
+
+def test_arguments_by_position():
+    _, model = both("gptj")
+    batch = inputs(LENGTHS, "position_ids")
+    expected = model.transformer(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    given = (batch["input_ids"], None, None, None, batch["position_ids"], None, True)
+    assert torch.equal(model.transformer(*given).last_hidden_state, expected.last_hidden_state)
+
+
+def test_boundaries_that_contradict_the_batch():
+    _, model = both("stablelm")
+    _, refused = both("bloom")
+    batch = inputs(LENGTHS, "cu_seq_lens")
+    for boundaries in ([0, 5, 34], [0, 34]):
+        other = torch.tensor(boundaries, dtype=torch.int32)
+        wrong = {"cu_seq_lens_q": other, "cu_seq_lens_k": other, "max_length_q": 34, "max_length_k": 34}
+        if len(boundaries) == 3:
+            with pytest.raises(PackingError, match="tell of different documents"):
+                model(**{**batch, **wrong})
+        with pytest.raises(PackingError, match=f"{MEET}|tell of different documents"):
+            refused(**{**batch, **wrong})
+    with pytest.raises(PackingError, match="must be tensors, got list"):
+        refused(**{**batch, "cu_seq_lens_q": [0, 5, 34], "cu_seq_lens_k": [0, 5, 34]})
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "stablelm"])
+def test_an_index_of_documents_without_their_positions(family):
+    _, model = both(family)
+    batch = {"input_ids": packed_batch([12])["input_ids"], "seq_idx": torch.tensor([[0] * 5 + [1] * 7])}
+    with pytest.raises(PackingError, match="seq_idx came without position_ids"):
+        model(**batch)
+
+
+def test_refusals_are_counted():
+    _, model = both("bloom")
+    with pytest.raises(PackingError, match=MEET):
+        model(**inputs(LENGTHS, "position_ids"))
+    assert counters(model) == {"batches: packed, refused": 1}
+
+
+def test_another_attention_after_patching():
+    stock, model = both("stablelm")
+    model.set_attn_implementation("eager")
+    batch = inputs(LENGTHS, "position_ids")
+    with pytest.raises(PackingError, match="was set to 'eager' after patching"):
+        model(**batch)
+    patch_model(model, lora=False)
+    expected = separately(stock, batch, LENGTHS)
+    assert differences(evaluate(model, batch, LENGTHS), expected, rtol=1e-4, atol=1e-5) == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gptj"])
+def test_positions_of_four_axes_begin_with_those_of_the_text(family):
+    """As vision-language models hand them on to their text model; a hybrid one must not let them through."""
+    _, model = both(family)
+    batch = inputs(LENGTHS, "position_ids")
+    batch["position_ids"] = batch["position_ids"][None].expand(4, -1, -1)
+    if family == "qwen3_next":
+        with pytest.raises(PackingError, match=MEET):
+            model(**batch)
+
+
+# ------------------------------------------------------------------------------------------------ let through
+
+
+def test_encoders_may_start_their_positions_again():
+    """XLM does for the translation of a sentence, which is to see the original."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    xlm = AutoConfig.for_model("xlm", vocab_size=97, emb_dim=32, n_layers=2, n_heads=4)
+    deberta = AutoConfig.for_model("deberta-v2", intermediate_size=48, **sizes)
+    bert = AutoConfig.for_model("bert", intermediate_size=48, **sizes)
+    given = {"input_ids": packed_batch([12])["input_ids"], "position_ids": torch.arange(6).repeat(2)[None]}
+    made = (XLMWithLMHeadModel(xlm), DebertaV2ForMaskedLM(deberta), AutoModelForMaskedLM.from_config(bert))
+    for stock in made:
+        stock.eval()
+        model = patch_model(copy.deepcopy(stock))
+        assert torch.equal(model(**given).logits, stock(**given).logits)
+        assert "refused" not in str(report(model))
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "lfm2", "llama", "stablelm"])
+def test_one_graph_in_evaluation(family):
+    stock, model = both(family)
+    ids = packed_batch([12])["input_ids"]
+    torch._dynamo.reset()
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, stock.eval()(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["bloom", "lfm2", "llama", "stablelm"])
+def test_shapes_alone(family):
+    _, model = both(family)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(1, 12, dtype=torch.long)
+        positions, mask = torch.arange(12)[None], torch.ones_like(ids)
+        given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
+        assert model.eval()(**given).logits.shape == (1, 12, 97)
+
+
+@pytest.mark.parametrize("family", ["bloom", "lfm2", "qwen3_next", "nemotron"])
+def test_generation_passes_the_guard(family):
+    stock = tiny_decoder(family).eval()
+    model = patch_model(copy.deepcopy(stock), lora=False)
+    batch = padded("left")
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**given, **options), stock.generate(**given, **options))
+
+
+def test_the_guard_lets_one_document_and_separate_rows_through():
+    stock = tiny_decoder("lfm2")
+    model = patch_model(copy.deepcopy(stock), lora=False)
+    ids = packed_batch([12])["input_ids"]
+    whole = torch.tensor([0, 12], dtype=torch.int32)
+    ends = torch.tensor([0, 12, 12, 12], dtype=torch.int32)  # padded to a constant count
+    lengths = {"cu_seq_lens_q": whole, "cu_seq_lens_k": whole, "max_length_q": 12, "max_length_k": 12}
+    positions = torch.arange(12)[None]
+    padded_ends = {**lengths, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    assert torch.equal(model(ids, position_ids=positions, **padded_ends).logits, stock(ids).logits)
+    for given in ({"position_ids": positions}, {"position_ids": positions, **lengths}, {"position_ids": positions + 3}):
+        assert torch.equal(model(input_ids=ids, **given).logits, stock(input_ids=ids, **given).logits)
+    rows = {"input_ids": ids.view(2, 6), "position_ids": torch.arange(6).expand(2, -1)}
+    assert torch.equal(model(**rows).logits, stock(**rows).logits)
+    with pytest.raises(PackingError, match="fastft does not serve this model"):
+        model(**inputs(LENGTHS, "packed_sequences"))
+
+
+def test_the_guard_refuses_what_a_head_hands_on_by_position():
+    model = patch_model(tiny_decoder("lfm2"), lora=False)
+    batch = inputs(LENGTHS, "position_ids")
+    with pytest.raises(PackingError, match="would see each other"):
+        model(batch["input_ids"], None, batch["position_ids"])
+    with pytest.raises(PackingError, match="would see each other"):
+        model.model(batch["input_ids"], None, batch["position_ids"])
+
+
+@pytest.mark.parametrize("family", ["bloom", "jamba", "stablelm"])
+def test_a_copy_keeps_its_guard(family):
+    model = copy.deepcopy(patch_model(tiny_decoder(family), lora=False))
+    assert why_stock(model)
+    batch = inputs(LENGTHS, "position_ids")
+    if family == "stablelm":
+        model(**batch)
+        assert counters(model)["batches: packed, kept apart by the model's own code"] == 1
+    else:
+        with pytest.raises(PackingError, match="would see each other"):
+            model(**batch)
