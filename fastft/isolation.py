@@ -65,6 +65,8 @@ def why_state_crosses(backbone: nn.Module) -> str:
 
 def _why_boundaries_are_lost(mixer: nn.Module) -> str:
     forward = inspect.unwrap(type(mixer).forward)
+    if not inspect.isfunction(forward):
+        return "its code cannot be read"
     names = [name for name in forward.__code__.co_names if not any(word in name for word in _DECODING)]
     found = {name: _as_kernel(forward.__globals__.get(name)) for name in names}
     kernels = {name: kernel for name, kernel in found.items() if kernel is not None}
