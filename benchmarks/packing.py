@@ -3,17 +3,20 @@
     python benchmarks/packing.py --out packing.jsonl --data alpaca.json -- --model Llama-3.2-1B --steps 8
     python benchmarks/packing.py --table packing.jsonl --plot packing.png
 
-Every point is a run of train_step.py in a process of its own; what follows "--" goes to it as it is. The mixes are made
-of the same text: "20/80" has 20 long samples, nearly as long as a row may be, to 80 short ones. The gain of packing is
-the last way over the second, which has the same kernels and keeps its padding; the whole is the last over the first.
+Every way is measured in a process of its own, by train_step.py; what follows "--" goes to it as it is. The mixes are
+made of the same text: "20/80" has 20 long samples, nearly as long as a row may be, to 80 short ones. The gain of
+packing is the last way over the second, which has the same kernels and keeps its padding; the whole is the last over
+the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
+import multiprocessing
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +26,10 @@ from typing import Any
 if not __package__:  # run as a script: the repository root has to be importable, this folder need not be
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.compare import TRAIN_STEP, conditions, parse_with_output, read_lines
+import torch
+
+from benchmarks import train_step
+from benchmarks.compare import conditions, parse_with_output, read_lines
 from benchmarks.text import load_rows
 
 WAYS: dict[str, list[str]] = {
@@ -39,6 +45,7 @@ SHORT_WORDS = 40
 SAMPLES = 1000
 
 Line = dict[str, Any]
+Point = tuple[str, int, Path]  # mix, rows of a batch, file of samples
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -78,32 +85,62 @@ def mix(rows: list[dict[str, str]], name: str, length: int, seed: int = 0) -> li
 
 def measure(args: argparse.Namespace) -> int:
     """Runs every point and appends its line; the number of runs that failed."""
-    rows, failed = load_rows(args.data, seed=0), 0
+    rows = load_rows(args.data, seed=0)
     with tempfile.TemporaryDirectory() as folder:
+        points: list[Point] = []
         for name in args.mixes:
             data = Path(folder) / f"{name.replace('/', '-').replace(' ', '-')}.json"
             data.write_text(json.dumps(mix(rows, name, args.length)), encoding="utf-8")
-            for batch in args.rows:
-                for way in args.ways:
-                    print(f"{name}, batch {batch}: {way}", file=sys.stderr, flush=True)
-                    options = ["--data", str(data), "--rows", str(batch), "--length", str(args.length), *WAYS[way]]
-                    line = run(args.arguments + options)
-                    failed += "failure" in line
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"way": way, "mix": name, "batch": batch, **line}) + "\n")
-    return failed
+            points += [(name, batch, data) for batch in args.rows]
+        for way in args.ways:
+            process = multiprocessing.get_context("spawn").Process(
+                target=run_points, args=(way, points, [*args.arguments, "--length", str(args.length)], args.out)
+            )
+            process.start()
+            process.join()
+            note_missing(way, points, args.out, process.exitcode)
+    return sum("failure" in line for line in read_lines(args.out))
+
+
+def run_points(way: str, points: list[Point], arguments: list[str], out: Path) -> None:
+    """All points of one way, in this process, each with a model and a trainer of its own."""
+    from benchmarks import stacks
+
+    stacks.import_first(WAYS[way][1])
+    for name, batch, data in points:
+        print(f"{name}, batch {batch}: {way}", file=sys.stderr, flush=True)
+        with contextlib.redirect_stdout(sys.stderr):
+            line = run([*arguments, "--data", str(data), "--rows", str(batch), *WAYS[way]])
+        append(out, {"way": way, "mix": name, "batch": batch, **line})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def run(options: list[str]) -> Line:
-    """The line that train_step.py prints, or why there is none."""
-    command = [sys.executable, str(TRAIN_STEP), *options]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode == 0:
-        line: Line = json.loads(finished.stdout)
-        return line
-    print(f"it failed:\n{finished.stderr[-1500:]}", file=sys.stderr, flush=True)
-    out_of_memory = "out of memory" in finished.stderr
-    return {"failure": "out of memory" if out_of_memory else f"exit status {finished.returncode}"}
+    """What train_step.py measures, or why it measured nothing."""
+    try:
+        line = train_step.run(train_step.parse_arguments(options))
+    except torch.cuda.OutOfMemoryError:
+        return {"failure": "out of memory"}
+    except SystemExit as error:
+        return {"failure": f"exit status {error.code}"}
+    del line["first_step_s_from_start"]  # of the process, which may have measured other points before
+    return line
+
+
+def note_missing(way: str, points: list[Point], out: Path, exit_status: int | None) -> None:
+    """A process that died has left points without a line."""
+    lines = read_lines(out) if out.exists() else []
+    done = {(line["mix"], line["batch"]) for line in lines if line["way"] == way}
+    for name, batch, _ in points:
+        if (name, batch) not in done:
+            append(out, {"way": way, "mix": name, "batch": batch, "failure": f"exit status {exit_status}"})
+
+
+def append(out: Path, line: Line) -> None:
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- results

@@ -53,12 +53,27 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def benchmark(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "packing.py"), "--out", str(out), "--mixes", "as it is"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+
+
 def test_a_run_that_fails_is_recorded_and_shows_in_the_exit_status(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    command = [sys.executable, str(ROOT / "benchmarks" / "packing.py"), "--out", str(out), "--rows", "1"]
-    command += ["--mixes", "as it is", "--ways", "stock, padded", "--", "--model", "no such model"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    arguments = ("--rows", "1", "2", "--ways", "stock, padded", "--", "--model", "no such model")
+    finished = benchmark(out, *arguments)
     assert finished.returncode == 1 and "invalid choice" in finished.stderr
-    assert packing.read_lines(out)[0]["failure"] == "exit status 2"
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert [line["failure"] for line in packing.read_lines(out)] == ["exit status 2"] * 2
+    again = benchmark(out, *arguments)
     assert again.returncode == 2 and "give a new file" in again.stderr
+
+
+def test_a_process_that_dies_leaves_a_line_for_each_point(tmp_path: Path) -> None:
+    out, points = tmp_path / "lines.jsonl", [("20/80", 4, tmp_path), ("20/80", 8, tmp_path)]
+    packing.append(out, line("fastft, packed", 250.0))
+    packing.note_missing("fastft, packed", points, out, -9)
+    packing.note_missing("stock, padded", points[:1], out, -9)
+    found = [(each["way"], each["batch"], each.get("failure")) for each in packing.read_lines(out)]
+    assert found == [
+        ("fastft, packed", 4, None), ("fastft, packed", 8, "exit status -9"), ("stock, padded", 4, "exit status -9"),
+    ]  # fmt: skip
