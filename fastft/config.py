@@ -23,7 +23,8 @@ class PatchConfig:
             False keeps it. Logits, hidden states and router logits are zero at dropped places, so give False if you
             add a loss of your own over them that does not mask the padding. True is a promise that you use none of them
             at padding: padding is then dropped without the model's own loss too (trainers that keep the labels to
-            themselves, a teacher or reference model that is told use_cache=False).
+            themselves, a teacher or reference model that is told use_cache=False; not generation without a cache from
+            rows that are padded at their end).
         rope: "triton", "reference".
         rope_in_place: True rotates q and k where they lie whenever that is provably safe, "auto" only in batches so
             long that the memory counts, False never. The results are the same. Under True the report counts refusals

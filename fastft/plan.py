@@ -149,7 +149,7 @@ class _Planner:
             return
         head = structure.head_over(self.model, module)
         stays = "unpad=False" if self.config.unpad is False else structure.why_padding_stays(module)
-        self._refuse_unpad(fqn, stays)
+        self._refuse_unpad(fqn, stays or structure.why_promise_fails(self.model))
         if head is None and self.config.unpad is not True:
             stays = stays or "no head of which fastft knows the outputs it uses"
         when = (

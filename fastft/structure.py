@@ -152,15 +152,26 @@ def why_not_packable(backbone: nn.Module) -> str:
 def reads_causally(model: nn.Module, backbone: Any) -> bool:
     """Whether a backbone is known to read from left to right, so that positions which start again mean another
     document. In an encoder they may say something else."""
-    config, owner = backbone.config, pretrained_model(model)
-    if getattr(config, "is_encoder_decoder", False):
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config, words, owner = backbone.config, words_of(type(backbone).forward), pretrained_model(model)
+    declared = getattr(config, "is_decoder", None)
+    either_way = getattr(config, "causal", True) is False or getattr(config, "attn_type", "uni") == "bi"  # XLM, XLNet
+    if getattr(config, "is_encoder_decoder", False) or either_way:
         return False
-    made_for_it = type(owner).__name__.endswith("ForCausalLM")
-    return (
-        made_for_it
-        or bool(getattr(config, "is_decoder", False))
-        or _makes_causal_masks(words_of(type(backbone).forward))
-    )
+    if owner is not None and is_causal_lm(owner):
+        return True
+    if "is_decoder" in words or (declared is not None and not _makes_causal_masks(words)):
+        return bool(declared)
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _makes_causal_masks(words)
+
+
+def why_promise_fails(model: nn.Module) -> str:
+    """Why nobody can promise to use no output at padding; "" where one may."""
+    owner = pretrained_model(model)
+    if type(owner).__name__.endswith("ForQuestionAnswering"):
+        return f"the softmax of {type(owner).__name__} goes over all places"
+    return ""
 
 
 def why_documents_meet(backbone: Any) -> str:

@@ -15,7 +15,14 @@ from torch import nn
 from ..errors import PackingError
 from ..packing import PackedSequences
 from .dynamo import is_exporting
-from .sequences import boundaries_of_collator, check_not_only_seq_idx, has_values, text_positions, tokens_of
+from .sequences import (
+    boundaries_of_collator,
+    check_no_padding,
+    check_not_only_seq_idx,
+    has_values,
+    text_positions,
+    tokens_of,
+)
 from .state import ModelState, ModuleState, arguments_by_name, state_of
 
 _TELLING = ("position_ids", "cu_seq_lens_q", "packed_sequences", "seq_idx")
@@ -34,11 +41,16 @@ def guard_packing(
     if state is None or is_exporting():
         return None
     given = arguments_by_name(state, args, kwargs)
-    if given is None or given.get("past_key_values") is not None:
-        return None
-    if all(given.get(name) is None for name in _TELLING):
+    if given is None or all(given.get(name) is None for name in _TELLING):
         return None  # so that a compiled forward stays in one piece
-    return _guard(state, module, given)
+    if given.get("past_key_values") is None:
+        return _guard(state, module, given)
+    if given.get("cu_seq_lens_q") is not None and "flash" not in state.rules.implementation:
+        raise PackingError(
+            f"cu_seq_lens_q cannot be honoured beside a cache: {state.rules.implementation!r} attention ignores "
+            "boundaries; leave one of the two out"
+        )
+    return None
 
 
 @torch.compiler.disable
@@ -59,6 +71,8 @@ def _guard(
             "rows (TRL: packing=False and padding_free=False), or accept it with "
             "fastft.patch_model(model, packing=False)"
         )
+    if given.get("attention_mask") is not None and not _covers(given["attention_mask"], tokens):
+        return None  # a prepared mask, which says who sees whom
     if state.kind == "guard":
         state.shared.counters["batches: packed, kept apart by the model's own code"] += 1
     if given.get("position_ids") is None:
@@ -93,11 +107,13 @@ def _find_documents(shared: ModelState, given: dict[str, Any]) -> PackedSequence
         check_not_only_seq_idx(given)
     lengths = boundaries_of_collator(shared, given, batch_size * length) if told else None
     positions = text_positions(given.get("position_ids"))
+    mask = mask if _covers(mask, tokens) else None
     by_positions = None
-    if positions is not None and (mask is None or _covers(mask, tokens)):
+    if positions is not None:
         by_positions = _by_positions(shared, given["position_ids"], positions, mask, batch_size, length)
     if lengths is None or not _starts_within_rows(lengths, batch_size, length):
         return by_positions
+    check_no_padding(shared, mask)
     if positions is not None and (by_positions is None or by_positions.segments != _segments(lengths)):
         raise PackingError(
             "cu_seq_lens_q and position_ids tell of different documents; positions have to start again where a "

@@ -24,7 +24,7 @@ IGNORE_INDEX = -100
 def announce_used_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: notes where this forward will use an output at padding."""
     state = state_of(module)
-    if state is None or not module.training:
+    if state is None or not (module.training or state.shared.config.unpad is True):
         return
     _announce(state, module, args, kwargs)
 
@@ -41,12 +41,14 @@ def _announce(state: ModuleState, module: Any, args: tuple[Any, ...], kwargs: di
     given = {**dict(zip(state.parameter_names, args, strict=False)), **kwargs}
     mask = given.get("attention_mask")
     state.shared.used_padding = None
-    # Another hook may still put other labels in the place of these.
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or foreign_hook(module._forward_pre_hooks):
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return
-    used = _reader(module)(module, given, mask)
+    # Another hook may still put other labels in the place of these.
+    used = None if foreign_hook(module._forward_pre_hooks) else _reader(module)(module, given, mask)
     if used is not None:
         state.shared.used_padding = UsedPadding(mask, used & (mask == 0))
+    elif state.shared.config.unpad is True and any(given.get(name) is not None for name in ("labels", "shift_labels")):
+        state.shared.used_padding = UsedPadding(mask, mask == 0)  # a loss that is not known may use all of them
 
 
 def _reader(head: nn.Module) -> Callable[[Any, dict[str, Any], torch.Tensor], torch.Tensor | None]:

@@ -55,7 +55,7 @@ def find_sequences(
     given, from_collator = kwargs.get("packed_sequences"), kwargs.get("cu_seq_lens_q") is not None
     if given is None and not from_collator:
         return _from_positions(shared, module, kwargs, position_ids, tokens, used_padding)
-    _check_no_padding(shared, mask)
+    check_no_padding(shared, mask)
     packed = given if given is not None else boundaries_of_collator(shared, kwargs, batch_size * length)
     _check_covers(packed, batch_size, length)
     how = "given by the caller" if given is not None else "boundaries from the collator"
@@ -130,7 +130,7 @@ def _check_positions(position_ids: torch.Tensor | None, batch_size: int, length:
         )
 
 
-def _check_no_padding(shared: ModelState, mask: torch.Tensor | None) -> None:
+def check_no_padding(shared: ModelState, mask: torch.Tensor | None) -> None:
     """Boundaries leave no room for padding: every token belongs to a sequence."""
     if mask is None:
         return

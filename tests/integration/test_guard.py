@@ -11,7 +11,14 @@ from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks
 from padded_cases import padded
 from tiny_models import packed_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForMaskedLM, DebertaV2ForMaskedLM, XLMWithLMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    DebertaV2ForMaskedLM,
+    DynamicCache,
+    OpenAIGPTLMHeadModel,
+    XLMWithLMHeadModel,
+)
 
 from fastft import patch_model, report
 from fastft.errors import PackingError
@@ -71,6 +78,41 @@ def test_an_index_of_documents_without_their_positions(family):
         model(**batch)
 
 
+@pytest.mark.parametrize("positions", [True, False])
+def test_masks_beside_boundaries(positions):
+    """Padding leaves no room for boundaries; a prepared mask says who sees whom, and the model's own code obeys it."""
+    stock, model = both("stablelm")
+    batch = inputs(LENGTHS, "cu_seq_lens")
+    if not positions:
+        del batch["position_ids"]
+    hiding = torch.ones_like(batch["input_ids"])
+    hiding[0, -2:] = 0
+    with pytest.raises(PackingError, match="an attention_mask that hides tokens"):
+        model(**batch, attention_mask=hiding)
+    documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    prepared = (documents[:, None] == documents)[None, None]
+    assert torch.equal(model(**batch, attention_mask=prepared).logits, stock(**batch, attention_mask=prepared).logits)
+
+
+@pytest.mark.parametrize("family", ["bloom", "stablelm", "llama"])
+def test_boundaries_beside_a_cache(family):
+    _, model = both(family)
+    with pytest.raises(PackingError, match="cu_seq_lens_q cannot be honoured"):
+        model(**inputs(LENGTHS, "cu_seq_lens"), past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("name", ["MambaModel", "OpenAIGPTLMHeadModel"])
+def test_decoders_under_other_names(name):
+    if name == "MambaModel":
+        model = tiny_decoder("mamba").base_model
+    else:
+        config = AutoConfig.for_model("openai-gpt", vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        model = OpenAIGPTLMHeadModel(config)
+    patch_model(model)
+    with pytest.raises(PackingError, match=MEET):
+        model(**inputs(LENGTHS, "position_ids"))
+
+
 def test_refusals_are_counted():
     _, model = both("bloom")
     with pytest.raises(PackingError, match=MEET):
@@ -110,7 +152,9 @@ def test_encoders_may_start_their_positions_again():
     deberta = AutoConfig.for_model("deberta-v2", intermediate_size=48, **sizes)
     bert = AutoConfig.for_model("bert", intermediate_size=48, **sizes)
     given = {"input_ids": packed_batch([12])["input_ids"], "position_ids": torch.arange(6).repeat(2)[None]}
-    made = (XLMWithLMHeadModel(xlm), DebertaV2ForMaskedLM(deberta), AutoModelForMaskedLM.from_config(bert))
+    megatron = AutoConfig.for_model("megatron-bert", intermediate_size=48, **sizes)
+    made = [XLMWithLMHeadModel(xlm), DebertaV2ForMaskedLM(deberta)]
+    made += [AutoModelForMaskedLM.from_config(config) for config in (bert, megatron)]
     for stock in made:
         stock.eval()
         model = patch_model(copy.deepcopy(stock))

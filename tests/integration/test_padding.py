@@ -234,12 +234,31 @@ def test_a_promise_needs_no_labels(mode: str, side: str) -> None:
     assert counters(model)[DROPPED] == 1
 
 
-def test_a_promise_does_not_change_the_loss() -> None:
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize("labels", ["at the padding", "at the first tokens"])
+def test_a_promise_does_not_change_the_loss(labels: str, mode: str) -> None:
     stock, model = pair("llama", unpad=True)
-    batch = padded("right")
-    batch["labels"] = batch["input_ids"]  # targets at padding: such a batch keeps it
-    assert differences(train_once(model, batch), train_once(stock, batch)) == []
+    for each in (stock, model):
+        each.train(mode == "training")
+    batch = padded("left", first_tokens=True)  # which padding predicts
+    if labels == "at the padding":
+        batch = padded("right")
+        batch["labels"] = batch["input_ids"]
+    expected = train_once(stock, batch, use_cache=False)
+    assert differences(train_once(model, batch, use_cache=False), expected) == []
     assert counters(model)[USED] == 1 and DROPPED not in counters(model)
+
+
+@pytest.mark.parametrize("unknown", ["a hook", "logits_to_keep"])
+def test_a_loss_that_is_not_known_is_not_promised_away(unknown: str) -> None:
+    stock, model = pair("llama", unpad=True)
+    batch = padded("left", first_tokens=True)
+    options = {"logits_to_keep": 12} if unknown == "logits_to_keep" else {}
+    if unknown == "a hook":
+        model.register_forward_pre_hook(lambda module, args: None)
+    losses = [each(**batch, **options).loss for each in (stock, model)]
+    torch.testing.assert_close(losses[1], losses[0])
+    assert DROPPED not in counters(model)
 
 
 def test_generation_under_a_promise() -> None:

@@ -159,6 +159,8 @@ def test_question_answering_keeps_the_padding() -> None:
     """Its softmax goes over all places of a row."""
     torch.manual_seed(0)
     stock = AutoModelForQuestionAnswering.from_config(tiny_config("llama")).train()
+    with pytest.raises(UnsupportedOptionError, match="softmax of LlamaForQuestionAnswering goes over all places"):
+        patch_model(copy.deepcopy(stock), unpad=True)
     model = patch_model(copy.deepcopy(stock))
     batch = padded("right")
     del batch["labels"]
