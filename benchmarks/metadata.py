@@ -14,7 +14,6 @@ import argparse
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ if not __package__:  # run as a script: the repository root has to be importable
 
 import torch
 
-from benchmarks.timing import copy_bandwidth, print_table, require_gpu, write_record
+from benchmarks.timing import copy_bandwidth, print_table, recorded_waits, require_gpu, write_record
 
 COLUMNS = ["batch", "who", "kernels", "syncs", "ms_a_batch", "us_a_layer"]
 REPEATS = 20
@@ -136,14 +135,9 @@ def count_kernels(action: Callable[[], None]) -> int:
 
 def count_synchronisations(action: Callable[[], None]) -> int:
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            action()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+    with recorded_waits() as waits:
+        action()
+    return len(waits)
 
 
 def milliseconds(action: Callable[[], None]) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections import Counter
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from benchmarks.timing import recorded_waits
 
 
 class CountingCollator:
@@ -103,42 +103,29 @@ class StepMeter(TrainerCallback):
 class SynchronizationCounter(TrainerCallback):
     """Counts, in all steps from one on, what waits for the device, by the line of Python that did.
 
-    PyTorch's synchronization debug mode warns of every wait it knows of. It slows the steps down: count, do not time.
+    Recording slows the steps down: count, do not time.
     """
 
     def __init__(self, count_from: int) -> None:
         self.count_from = count_from
         self.steps = 0
         self.found: Counter[str] = Counter()
-        self._recorder: Any = None
-        self._caught: Any = None
+        self._recording = ExitStack()
+        self._waits: list[str] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step < self.count_from:
-            return
-        self._recorder = warnings.catch_warnings(record=True)
-        self._caught = self._recorder.__enter__()
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        if state.global_step >= self.count_from:
+            self._waits = self._recording.enter_context(recorded_waits())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends the count: forward and backward are what a patched model has a part in."""
-        if self._caught is None:
+        if self._waits is None:
             return
-        torch.cuda.set_sync_debug_mode("default")
-        self._recorder.__exit__(None, None, None)
+        self._recording.close()
         self.steps += 1
-        self.found.update(
-            f"{origin(x.filename)}:{x.lineno}" for x in self._caught if "called a synchronizing" in str(x.message)
-        )
-        self._caught = None
+        self.found.update(self._waits)
+        self._waits = None
 
     def per_step(self) -> dict[str, float]:
         """Waits a step, the most frequent first."""
         return {line: count / self.steps for line, count in self.found.most_common()}
-
-
-def origin(filename: str) -> str:
-    """The file as its package names it: below the longest folder that modules are imported from."""
-    roots = [root for root in sys.path if root and filename.startswith(root.rstrip("/") + "/")]
-    return str(Path(filename).relative_to(max(roots, key=len))) if roots else filename

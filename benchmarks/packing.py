@@ -104,9 +104,6 @@ def measure(args: argparse.Namespace) -> int:
 
 def run_points(way: str, points: list[Point], arguments: list[str], out: Path) -> None:
     """All points of one way, in this process, each with a model and a trainer of its own."""
-    from benchmarks import stacks
-
-    stacks.import_first(WAYS[way][1])
     for name, batch, data in points:
         print(f"{name}, batch {batch}: {way}", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):

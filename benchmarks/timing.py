@@ -16,7 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,26 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+@contextmanager
+def recorded_waits() -> Iterator[list[str]]:
+    """Fills the list with "file:line" of each Python line that waited for the device, once the block has ended.
+
+    PyTorch's synchronization debug mode warns of every wait that it knows of.
+    """
+    waits: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits += [f"{_origin(x.filename)}:{x.lineno}" for x in caught if "called a synchronizing" in str(x.message)]
+
+
+def _origin(filename: str) -> str:
+    """The file as its package names it: below the longest folder that modules are imported from."""
+    roots = [root for root in sys.path if root and filename.startswith(root.rstrip("/") + "/")]
+    return str(Path(filename).relative_to(max(roots, key=len))) if roots else filename

@@ -93,7 +93,8 @@ def _why_not_now(state: ModuleState, module: Any, tokens: torch.Tensor) -> str:
 
 
 def _find_documents(shared: ModelState, given: dict[str, Any]) -> PackedSequences | None:
-    """The documents of a batch that packs several into a row, or None. At most one synchronisation on a device.
+    """The documents of a batch that packs several into a row, or None. On a device, boundaries, positions and mask cost
+    a synchronisation each, once a batch.
 
     Raises:
         PackingError: boundaries that contradict the batch or its positions.

@@ -2,7 +2,8 @@
 
 A backbone that drops padding has no output there. So it does that only where a head that fastft knows has said which
 outputs its loss will use, and none of them is at padding. Whoever calls the backbone otherwise (other heads, code of
-one's own, a trainer that keeps the labels to itself) may use any output: such a batch keeps its padding.
+one's own, a trainer that keeps the labels to itself) may use any output: such a batch keeps its padding, unless the
+caller has promised to use none there (`unpad=True`); even then, a loss of the model's own is asked.
 """
 
 from __future__ import annotations

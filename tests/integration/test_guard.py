@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 from decoder_families import tiny_decoder, why_stock
-from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks, separately
+from packed_cases import CONFIG, LENGTHS, counters, differences, evaluate, inputs, leaks, separately
 from padded_cases import padded
-from tiny_models import packed_batch
+from tiny_models import packed_batch, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     DebertaV2ForMaskedLM,
     DynamicCache,
@@ -131,15 +132,34 @@ def test_another_attention_after_patching():
     assert differences(evaluate(model, batch, LENGTHS), expected, rtol=1e-4, atol=1e-5) == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "gptj"])
-def test_positions_of_four_axes_begin_with_those_of_the_text(family):
-    """As vision-language models hand them on to their text model; a hybrid one must not let them through."""
-    _, model = both(family)
+def with_four_axes():
+    """As vision-language models hand positions on to their text model: those of the text come first."""
     batch = inputs(LENGTHS, "position_ids")
-    batch["position_ids"] = batch["position_ids"][None].expand(4, -1, -1)
-    if family == "qwen3_next":
-        with pytest.raises(PackingError, match=MEET):
-            model(**batch)
+    return {**batch, "position_ids": batch["position_ids"][None].expand(4, -1, -1)}
+
+
+def test_positions_of_four_axes_in_a_hybrid_model():
+    _, model = both("qwen3_next")
+    with pytest.raises(PackingError, match=MEET):
+        model(**with_four_axes())
+
+
+def test_positions_of_four_axes_in_a_served_model():
+    sizes = tiny_config("llama", **CONFIG).to_dict()
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    text = {name: sizes[name] for name in (*names, "num_key_value_heads", "initializer_range")}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config={**text, "rope_parameters": rope}, vision_config=vision, image_token_id=90,
+        video_token_id=91, vision_start_token_id=92, vision_end_token_id=93,
+    )  # fmt: skip
+    model = patch_model(AutoModelForImageTextToText.from_config(config).train(), lora=False)
+    assert leaks(model, with_four_axes(), LENGTHS) == []
+    assert counters(model)["batches: packed, positions restart"] == 2
+    mutant = inputs(LENGTHS, "position_ids", told=(5, 22, 7))
+    mutant["position_ids"] = mutant["position_ids"][None].expand(4, -1, -1)
+    assert leaks(model, mutant, LENGTHS) != []
 
 
 # ------------------------------------------------------------------------------------------------ let through

@@ -216,12 +216,15 @@ def test_copies_and_the_way_back() -> None:
 # ------------------------------------------------------------------------ a caller who uses no output at padding
 
 
+def promised(mode: str) -> tuple[Any, Any]:
+    stock, model = pair("llama", unpad=True)
+    return stock.train(mode == "training"), model.train(mode == "training")
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
 def test_a_promise_needs_no_labels(mode: str, side: str) -> None:
-    stock, model = pair("llama", unpad=True)
-    for each in (stock, model):
-        each.train(mode == "training")
+    stock, model = promised(mode)
     batch = padded(side)
     del batch["labels"]
     expected, got = (each(**batch, use_cache=False).logits for each in (stock, model))
@@ -237,9 +240,7 @@ def test_a_promise_needs_no_labels(mode: str, side: str) -> None:
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
 @pytest.mark.parametrize("labels", ["at the padding", "at the first tokens"])
 def test_a_promise_does_not_change_the_loss(labels: str, mode: str) -> None:
-    stock, model = pair("llama", unpad=True)
-    for each in (stock, model):
-        each.train(mode == "training")
+    stock, model = promised(mode)
     batch = padded("left", first_tokens=True)  # which padding predicts
     if labels == "at the padding":
         batch = padded("right")

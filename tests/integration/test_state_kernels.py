@@ -15,7 +15,6 @@ import torch
 from decoder_families import tiny_decoder, why_stock
 from packed_cases import LENGTHS, counters, differences, evaluate, inputs, leaks, separately
 from padded_cases import DROPPED, padded, train_once
-from transformers.integrations import hub_kernels
 
 from fastft import patch_model
 from fastft.errors import PackingError
@@ -55,8 +54,6 @@ def results(family: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def with_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    if not hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback"):
-        pytest.skip("this transformers hands no boundaries to such kernels; its models are refused")
     folder = tmp_path_factory.mktemp("alone")
     for family in FAMILIES:  # here, where the stock model computes without kernels
         alone = separately(tiny_decoder(family), inputs(LENGTHS, "position_ids"), LENGTHS)
