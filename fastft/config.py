@@ -35,6 +35,10 @@ class PatchConfig:
             kind rules it out (DoRA and other variants, quantized or other LoRA layers, lora_bias, fan_in_fan_out,
             dropout in training) raises at the first call; what may pass (disabled, merged or several adapters, hooks,
             dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
+        checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
+            "offload" lets their inputs wait in host memory, which frees layers x tokens x hidden x bytes of the GPU;
+            "recompute" keeps the inputs on the GPU, as stock does; False leaves Hugging Face's function alone. The
+            gradients are the same. Nothing is checkpointed that the caller did not ask to be.
     """
 
     attention: str | Literal[False] = "auto"
@@ -44,6 +48,7 @@ class PatchConfig:
     rope_in_place: str | bool = "auto"
     rms_norm: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
+    checkpointing: str | Literal[False] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -57,6 +62,10 @@ class PatchConfig:
                 )
         if self.packing not in ("auto", False):
             raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
+        if self.checkpointing not in ("auto", "offload", "recompute", False):
+            raise UnsupportedOptionError(
+                f"checkpointing={self.checkpointing!r} is not an option; give 'auto', 'offload', 'recompute' or False"
+            )
         if self.packing is False and self.unpad is True:
             raise UnsupportedOptionError(
                 "unpad=True makes packed rows of padded batches, which packing=False turns off; leave one of them out"
@@ -65,7 +74,6 @@ class PatchConfig:
             raise UnsupportedOptionError(
                 "packing needs fastft's attention, which attention=False turns off; give packing=False as well"
             )
-
         if self.rope_in_place is True and self.rope is False:
             raise UnsupportedOptionError(
                 "rope_in_place=True needs fastft's rope, which rope=False turns off; leave one of them out"

@@ -14,6 +14,7 @@ from torch import nn
 
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
+from .memory.checkpoint import ActivationMemory
 from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, OwnConfig, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan
 from .structure import positional_names
@@ -74,6 +75,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     target = _target(model)
     _refuse_buried_forwards(target)
     states = _shared_states(target)
+    _uninstall_memory(target)
     for module in target.modules():
         _remove_hooks(module)
         if ATTRIBUTE in module.__dict__:
@@ -101,7 +103,8 @@ def report(model: nn.Module) -> Report:
         return Report(f"{name} (not patched)", (), () if possible.bindings else possible.skipped, {})
     plan = make_plan(target, states[0].config, _bound_names(target), strict=False)
     replaced, skipped = _as_bound(target, plan)
-    return Report(name, replaced, skipped, sum((shared.counters for shared in states), Counter()))
+    counters = [shared.counters for shared in states] + [memory.counters for memory in _memories(target)]
+    return Report(name, replaced, skipped, sum(counters, Counter()))
 
 
 def _as_bound(target: nn.Module, plan: Plan) -> tuple[tuple[Replacement, ...], tuple[Skipped, ...]]:
@@ -124,6 +127,8 @@ def _as_bound(target: nn.Module, plan: Plan) -> tuple[tuple[Replacement, ...], t
 def _why_not_in_effect(module: nn.Module, op: str) -> str:
     from .modules.attention import AttentionName
 
+    if op == "checkpointing":
+        return ""
     state = state_of(module)
     if state is None:
         return "added after patching; call patch_model again"
@@ -247,9 +252,11 @@ def _unbind(module: nn.Module) -> None:
 
 
 def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
-    from .modules import attention, backbone, guard, heads
+    from .modules import attention, backbone, checkpointing, guard, heads
 
     shared = ModelState(config)
+    if config.checkpointing is not False:
+        checkpointing.install(target, ActivationMemory(offload=config.checkpointing == "offload"))
     if config.lora is not False:
         from .integrations.peft import LoRAProjector
 
@@ -279,6 +286,18 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         )
         if binding.bind_forward:
             module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
+
+
+def _memories(target: nn.Module) -> list[ActivationMemory]:
+    from .modules import checkpointing
+
+    return checkpointing.memories(target)
+
+
+def _uninstall_memory(target: nn.Module) -> None:
+    from .modules import checkpointing
+
+    checkpointing.uninstall(target)
 
 
 def _own_configs(target: nn.Module, shared: ModelState) -> None:

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from . import structure
-from .capability import probe
+from .capability import Verdict, probe
 from .config import PatchConfig
 from .errors import UnsupportedOptionError
 from .families import role_of
 from .family_spec import FamilySpec
 from .isolation import mixers
+from .memory.checkpoint import offload_verdict
 from .modules.state import BackboneRules
 from .ops import attention as attention_op
 from .ops import rms_norm as rms_norm_op
@@ -138,6 +139,22 @@ class _Planner:
                     f"{left.op}={requested!r} cannot be honoured{where}: {left.reason}; "
                     f"use {left.op}='auto' or {left.op}=False"
                 )
+        self._checkpointing()
+
+    def _checkpointing(self) -> None:
+        """Not refused where it cannot be honoured: the model may move to its GPU after patching."""
+        if self.config.checkpointing != "offload":
+            return
+        weight = next(self.model.parameters(), None)
+        if weight is None or weight.device.type == "meta":
+            verdict = Verdict(True, "decided when the weights have a device")
+        else:
+            verdict = offload_verdict(probe(weight.device))
+        if verdict:
+            reason = f"layer inputs, when checkpointing is switched on; {verdict.reason}"
+            self.replaced.append(Replacement("", "checkpointing", "offload", reason))
+        else:
+            self._skip("", "checkpointing", f"layer inputs stay where they are: {verdict.reason}")
 
     def _backbone(self, fqn: str, module: nn.Module) -> None:
         family, problem = self.backbones[fqn]

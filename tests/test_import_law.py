@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     # A plan asks each operation whether it can run; it computes nothing.
     "plan": BOTTOM
     | {"capability", "config", "family_spec", "families", "structure", "isolation", "packing", "ops", "modules"}
-    | {"integrations"},
+    | {"integrations", "memory"},
 }
 ANYTHING = {"", "cli", "demo", "patch"}  # the top: patch.py sits above plan.py, cli.py and the demo above everything
 # Third-party packages that a room may name at all, on top of the standard library. The top may name any.

@@ -1,0 +1,1 @@
+"""What happens to activations between forward and backward."""

@@ -1,0 +1,169 @@
+"""Tensors that leave and come back: right values whenever the copies run, in the right order, and nothing kept."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from memory_machines import EarlyLane, LateLane, Pins
+
+from fastft.memory.host import HostPool
+from fastft.memory.offload import WINDOW, Offloader
+
+
+def offloader_of(lane=LateLane, limit=1 << 40):
+    lanes = []
+
+    def lane_of(device):
+        lanes.append(lane())
+        return lanes[-1]
+
+    return Offloader(HostPool(Pins(), limit, lambda: None), lane_of), lanes
+
+
+def send_all(offloader, tensors):
+    parked = []
+    for tensor in tensors:
+        parked.append(offloader.send(tensor, parked[-1] if parked else None))
+    return parked
+
+
+@pytest.mark.parametrize("lane", [LateLane, EarlyLane])
+def test_tensors_come_back_with_their_values_sizes_and_strides(lane):
+    offloader, _ = offloader_of(lane)
+    base = torch.randn(6, 6)
+    tensors = [torch.randn(4, 5), base.t(), base, torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(7).bfloat16()]
+    expected = [tensor.clone() for tensor in tensors]
+    strides = [tensor.stride() for tensor in tensors]
+    parked = send_all(offloader, tensors)
+    del tensors, base
+    offloader.settle(torch.device("cpu"))
+    for handle, value, stride in reversed(list(zip(parked, expected, strides, strict=True))):
+        tensor = offloader.fetch(handle)
+        assert torch.equal(tensor, value) and tensor.stride() == stride and tensor.dtype == value.dtype
+
+
+def test_memory_is_given_up_after_the_window_and_not_before_the_copy():
+    offloader, _ = offloader_of()
+    parked = send_all(offloader, [torch.randn(8) for _ in range(6)])
+    assert [handle.held is None for handle in parked] == [True] * (6 - WINDOW) + [False] * WINDOW
+    offloader.settle(torch.device("cpu"))
+    assert all(handle.held is None for handle in parked)
+
+
+def test_fetching_starts_the_copy_of_the_one_before():
+    offloader, lanes = offloader_of()
+    parked = send_all(offloader, [torch.randn(8) for _ in range(3)])
+    offloader.settle(torch.device("cpu"))
+    lane = lanes[0]
+    lane.log.clear()
+    offloader.fetch(parked[2])
+    assert lane.log == ["copy", "copy", "wait"]  # its own, the one before, and only then the wait
+    assert parked[1].arriving is not None and parked[0].arriving is None
+    lane.log.clear()
+    offloader.fetch(parked[1])
+    assert lane.log == ["copy", "wait"]
+
+
+def test_at_most_two_buffers_are_on_the_device():
+    offloader, _ = offloader_of()
+    parked = send_all(offloader, [torch.randn(8) for _ in range(8)])
+    offloader.settle(torch.device("cpu"))
+    for handle in reversed(parked):
+        offloader.fetch(handle)
+        assert sum(other.arriving is not None for other in parked) <= 1
+
+
+def test_a_tensor_that_is_still_there_is_not_copied_back():
+    offloader, lanes = offloader_of()
+    tensor = torch.randn(8)
+    parked = offloader.send(tensor)
+    assert offloader.fetch(parked).data_ptr() == tensor.data_ptr()
+    assert lanes[0].log == ["copy"]
+
+
+def test_fetching_again_gives_the_same_values():
+    offloader, _ = offloader_of()
+    tensor = torch.randn(8)
+    expected = tensor.clone()
+    parked = offloader.send(tensor)
+    offloader.settle(torch.device("cpu"))
+    offloader.fetch(parked).fill_(0)
+    assert torch.equal(offloader.fetch(parked), expected)
+
+
+def test_an_input_that_was_written_meanwhile_raises_as_in_autograd():
+    offloader, _ = offloader_of()
+    tensor = torch.randn(8)
+    parked = offloader.send(tensor)
+    tensor.add_(1)
+    offloader.settle(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        offloader.fetch(parked)
+    kept = offloader.keep(tensor)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        offloader.fetch(kept)
+
+
+def test_a_write_after_the_copy_changes_nothing():
+    offloader, _ = offloader_of()
+    tensor = torch.randn(8)
+    expected = tensor.clone()
+    parked = offloader.send(tensor)
+    offloader.settle(torch.device("cpu"))
+    tensor.add_(1)
+    assert torch.equal(offloader.fetch(parked), expected)
+
+
+def test_a_buffer_whose_graph_died_lives_until_its_copy_is_done():
+    offloader, lanes = offloader_of()
+    parked = send_all(offloader, [torch.randn(8) for _ in range(3)])
+    offloader.settle(torch.device("cpu"))
+    offloader.fetch(parked[2])
+    orphans = parked[0].orphans
+    del parked
+    gc.collect()
+    assert len(orphans) == 1
+    lanes[0].log.clear()
+    offloader.send(torch.randn(8))
+    assert not orphans and "wait" in lanes[0].log
+
+
+def test_a_graph_that_dies_early_leaves_nothing():
+    offloader, _ = offloader_of()
+    for _ in range(5):
+        send_all(offloader, [torch.randn(1000) for _ in range(3)])
+    gc.collect()
+    offloader.settle(torch.device("cpu"))
+    assert offloader.pool.in_use == 0 and offloader.pool.capacity < 3 * 5 * 4096
+
+
+def test_without_host_memory_the_tensor_stays():
+    offloader, lanes = offloader_of(limit=1000)
+    tensor = torch.randn(1000)
+    parked = offloader.send(tensor)
+    assert parked.block is None and not lanes[0].log
+    offloader.settle(torch.device("cpu"))
+    assert offloader.fetch(parked).data_ptr() == tensor.data_ptr()
+
+
+def test_buffers_are_no_inference_tensors():
+    offloader, _ = offloader_of()
+    with torch.inference_mode():
+        with torch.inference_mode(False):
+            tensor = torch.randn(8)
+        parked = offloader.send(tensor)
+        offloader.settle(torch.device("cpu"))
+        fetched = offloader.fetch(parked)
+    assert not fetched.is_inference() and not parked.host.is_inference()
+    fetched.add_(1)
+
+
+def test_each_device_has_its_own_lane():
+    offloader, lanes = offloader_of()
+    offloader.send(torch.randn(8))
+    offloader.settle(torch.device("meta"))
+    offloader.send(torch.randn(8))
+    assert len(lanes) == 2
