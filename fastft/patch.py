@@ -255,7 +255,8 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
     from .modules import attention, backbone, checkpointing, guard, heads
 
     shared = ModelState(config)
-    if config.checkpointing is not False:
+    # A model that fastft has no part in is left as it is, unless it was asked for.
+    if config.checkpointing == "offload" or (config.checkpointing == "auto" and plan.bindings):
         checkpointing.install(target, ActivationMemory(offload=config.checkpointing == "offload"))
     if config.lora is not False:
         from .integrations.peft import LoRAProjector

@@ -33,7 +33,7 @@ class Parked:
 
     __slots__ = ("__weakref__", "arriving", "block", "held", "host", "layout", "orphans", "previous", "version")
 
-    def __init__(self, tensor: torch.Tensor, previous: Parked | None, orphans: deque[Arrival]) -> None:
+    def __init__(self, tensor: torch.Tensor, previous: Parked | None, orphans: deque[Arrival] | None) -> None:
         self.held: torch.Tensor | None = tensor.detach()  # shares the version counter
         self.version = tensor._version
         self.layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
@@ -44,7 +44,7 @@ class Parked:
         self.previous = weakref.ref(previous) if previous is not None else None
 
     def __del__(self) -> None:
-        if self.arriving is not None:  # its buffer is being written still
+        if self.arriving is not None and self.orphans is not None:  # its buffer is being written still
             self.orphans.append(self.arriving)
 
     def check(self) -> None:
@@ -101,9 +101,11 @@ class Offloader:
         self._ports: dict[torch.device, _Port] = {}
         self._lock = threading.RLock()
 
-    def keep(self, tensor: torch.Tensor, previous: Parked | None = None) -> Parked:
-        """A tensor that stays, in the order of those that leave: fetching it starts the copy of the one before."""
-        return Parked(tensor, previous, self._port(tensor.device).orphans)
+    @staticmethod
+    def keep(tensor: torch.Tensor, previous: Parked | None = None) -> Parked:
+        """A tensor that stays, on any device, in the order of those that leave: fetching it starts the copy of the one
+        before."""
+        return Parked(tensor, previous, None)
 
     def send(self, tensor: torch.Tensor, previous: Parked | None = None, to_come: int = 0) -> Parked:
         """Starts a tensor's way out.

@@ -167,3 +167,9 @@ def test_each_device_has_its_own_lane():
     offloader.settle(torch.device("meta"))
     offloader.send(torch.randn(8))
     assert len(lanes) == 2
+
+
+def test_what_stays_needs_no_lane():
+    offloader, lanes = offloader_of()
+    tensor = torch.empty(0, device="meta")  # torch saves such things beside a layer's input
+    assert offloader.fetch(offloader.keep(tensor)) is not None and not lanes
