@@ -36,9 +36,14 @@ class PatchConfig:
             dropout in training) raises at the first call; what may pass (disabled, merged or several adapters, hooks,
             dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
         checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
-            "offload" lets their inputs wait in host memory, which frees layers x tokens x hidden x bytes of the GPU;
-            "recompute" keeps the inputs on the GPU, as stock does; False leaves Hugging Face's function alone. The
-            gradients are the same. Nothing is checkpointed that the caller did not ask to be.
+            "selective" keeps products of matrices and attention and runs only norms and activations again: some 60% of
+            a layer's memory without checkpointing, at nearly its speed. "offload" runs the whole layer again, from an
+            input that waits in host memory, which frees layers x tokens x hidden x bytes of the GPU. "recompute" keeps
+            the inputs on the GPU, as stock does; False leaves Hugging Face's function alone. The gradients are the
+            same. Nothing is checkpointed that the caller did not ask to be. "auto" measures two steps and plans the
+            fastest that takes at most the memory of plain checkpointing.
+        memory_budget: bytes of GPU memory at the highest, or "auto" for what is free, within which "auto" plans
+            instead, keeping as much as fits. Given, layers are planned whether checkpointing is switched on or not.
     """
 
     attention: str | Literal[False] = "auto"
@@ -49,6 +54,7 @@ class PatchConfig:
     rms_norm: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
     checkpointing: str | Literal[False] = "auto"
+    memory_budget: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -56,15 +62,18 @@ class PatchConfig:
             if field.name in ("rope_in_place", "unpad"):
                 if not isinstance(value, bool) and value != "auto":  # 1 == True, but is no option
                     raise UnsupportedOptionError(f"{field.name}={value!r} is no option; give 'auto', True or False")
+            elif field.name == "memory_budget":
+                self._check_budget()
             elif value is not False and not isinstance(value, str):
                 raise UnsupportedOptionError(
                     f"{field.name}={value!r} is not an option; give 'auto', the name of an implementation, or False"
                 )
         if self.packing not in ("auto", False):
             raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
-        if self.checkpointing not in ("auto", "offload", "recompute", False):
+        if self.checkpointing not in ("auto", "selective", "offload", "recompute", False):
             raise UnsupportedOptionError(
-                f"checkpointing={self.checkpointing!r} is not an option; give 'auto', 'offload', 'recompute' or False"
+                f"checkpointing={self.checkpointing!r} is not an option; give 'auto', 'selective', 'offload', "
+                "'recompute' or False"
             )
         if self.packing is False and self.unpad is True:
             raise UnsupportedOptionError(
@@ -77,6 +86,22 @@ class PatchConfig:
         if self.rope_in_place is True and self.rope is False:
             raise UnsupportedOptionError(
                 "rope_in_place=True needs fastft's rope, which rope=False turns off; leave one of them out"
+            )
+
+    def _check_budget(self) -> None:
+        budget = self.memory_budget
+        if budget in (None, "auto"):
+            valid = True
+        else:
+            valid = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+        if not valid:
+            raise UnsupportedOptionError(
+                f"memory_budget={budget!r} is no option; give bytes as a positive int, 'auto' or None"
+            )
+        if budget is not None and self.checkpointing != "auto":
+            raise UnsupportedOptionError(
+                f"memory_budget needs checkpointing='auto', which plans by it; checkpointing={self.checkpointing!r} "
+                "leaves nothing to plan"
             )
 
     def with_options(self, options: dict[str, Any]) -> PatchConfig:

@@ -14,7 +14,9 @@ from torch import nn
 
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
-from .memory.checkpoint import ActivationMemory
+from .memory.activations import ActivationMemory, Budget
+from .memory.plan import OFFLOAD, RECOMPUTE, Mode
+from .memory.tape import THIN
 from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, OwnConfig, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan
 from .structure import positional_names
@@ -23,6 +25,7 @@ __all__ = ["patch_model", "report", "unpatch_model"]
 
 logger = logging.getLogger("fastft")
 ModelT = TypeVar("ModelT", bound=nn.Module)
+_MODES: dict[str, Mode] = {"offload": OFFLOAD, "selective": THIN}
 
 
 def patch_model(model: ModelT, config: PatchConfig | None = None, **options: Any) -> ModelT:
@@ -104,7 +107,8 @@ def report(model: nn.Module) -> Report:
     plan = make_plan(target, states[0].config, _bound_names(target), strict=False)
     replaced, skipped = _as_bound(target, plan)
     counters = [shared.counters for shared in states] + [memory.counters for memory in _memories(target)]
-    return Report(name, replaced, skipped, sum(counters, Counter()))
+    plans = [memory.plan for memory in _memories(target) if memory.plan is not None]
+    return Report(name, replaced, skipped, sum(counters, Counter()), plans[0] if plans else None)
 
 
 def _as_bound(target: nn.Module, plan: Plan) -> tuple[tuple[Replacement, ...], tuple[Skipped, ...]]:
@@ -256,8 +260,10 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
 
     shared = ModelState(config)
     # A model that fastft has no part in is left as it is, unless it was asked for.
-    if config.checkpointing == "offload" or (config.checkpointing == "auto" and plan.bindings):
-        checkpointing.install(target, ActivationMemory(offload=config.checkpointing == "offload"))
+    if config.checkpointing in _MODES or (config.checkpointing == "auto" and plan.bindings):
+        budget = Budget(config.memory_budget) if config.checkpointing == "auto" else None
+        shared.memory = ActivationMemory(_MODES.get(str(config.checkpointing), RECOMPUTE), budget=budget)
+        checkpointing.install(target, shared.memory)
     if config.lora is not False:
         from .integrations.peft import LoRAProjector
 

@@ -20,7 +20,8 @@ from .errors import UnsupportedOptionError
 from .families import role_of
 from .family_spec import FamilySpec
 from .isolation import mixers
-from .memory.checkpoint import offload_verdict
+from .memory.machine import offload_verdict
+from .memory.plan import MemoryPlan
 from .modules.state import BackboneRules
 from .ops import attention as attention_op
 from .ops import rms_norm as rms_norm_op
@@ -350,12 +351,14 @@ class Report:
         replaced: what fastft computes, on the devices where the modules are now.
         skipped: what stays stock.
         counters: launches by op, and batches by the way they went.
+        memory: what becomes of each layer's activations, once it is planned.
     """
 
     model: str
     replaced: tuple[Replacement, ...]
     skipped: tuple[Skipped, ...]
     counters: Mapping[str, int]
+    memory: MemoryPlan | None = None
 
     def summary(self) -> str:
         """One line: how much of the model was replaced."""
@@ -379,6 +382,13 @@ class Report:
         lines = [self.summary()]
         for op, what, impl, count, reason in self.rows():
             lines.append(f"  {op:<10} {what:<8} {impl:<10} x{count:<4} {reason}")
+        if self.memory is not None:
+            lines.append(f"  memory plan: {self.memory.reason}")
+            for layers, mode, cost in self.memory.rows():
+                lines.append(
+                    f"    layers {layers:<7} {mode:<18} each holds {cost.held / 2**20:,.0f} MiB, sends "
+                    f"{cost.sent / 2**20:,.0f} MiB, runs {cost.seconds * 1e3:.1f} ms again"
+                )
         lines.append(
             "  since then: " + (", ".join(f"{k} {v}" for k, v in sorted(self.counters.items())) or "not run yet")
         )

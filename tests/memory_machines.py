@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastft.capability import Verdict
-from fastft.memory.checkpoint import Machine
+from fastft.memory.machine import Machine, MemoryState
 
 
 class LateLane:
@@ -89,3 +89,22 @@ class Pins:
 def machine(lane: Callable[[], Any] = LateLane, pins: Pins | None = None) -> Machine:
     """A machine on which CPU tensors may leave for (other) host memory."""
     return Machine(lambda _: lane(), pins or Pins(), lambda _: Verdict(True, "a test"))
+
+
+class Clockwork:
+    """A machine whose memory and time are told by the test: every mark is a second after the one before."""
+
+    def __init__(self, free: int = 1 << 40) -> None:
+        self.now = 0.0
+        self.state = MemoryState(0, 0, free)
+
+    def machine(self, lane: Callable[[], Any] = LateLane) -> Machine:
+        def mark(_: torch.device) -> float:
+            self.now += 1.0
+            return self.now
+
+        able = Verdict(True, "a test")
+        return Machine(
+            lambda _: lane(), Pins(), lambda _: able, lambda _: able, lambda _: self.state, mark,
+            lambda first, last: last - first, lambda _: 1e9,
+        )  # fmt: skip

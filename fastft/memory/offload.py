@@ -1,9 +1,10 @@
 """Tensors that leave the device between forward and backward, and come back just before they are needed.
 
-    forward    a copy to the host starts when a tensor is sent; the device's memory is free a few sendings later, when
-               the computing stream has been made to wait for the copy
-    backward   tensors are fetched in reverse order; fetching one starts the copy of the one before it, into the second
-               of two buffers, so that it runs beside the recomputation and the backward in between
+    forward    a copy to the host starts when a tensor is sent; the device's memory is given up a layer later, when the
+               computing stream has been made to wait for the copy
+    backward   layers ask for theirs in reverse order; the first tensor fetched of a layer starts the copies of all of
+               the layer before it, so that they run beside this layer's recomputation and backward. Two layers'
+               tensors are on the device at most: those in use and those arriving
 
 Fetching does not use a tensor up: its host block lives as long as the graph does, for `retain_graph`.
 """
@@ -21,19 +22,29 @@ import torch
 from .host import HostBlock, HostPool
 from .lanes import Lane
 
+# Layers whose tensors may be on their way out at a time. Copies may take this long before anything waits for them.
+WINDOW = 2
+
 # A buffer that is being filled, and the ticket of the copy.
 Arrival = tuple[torch.Tensor, Any]
 
-# Sendings after which a tensor's memory is given up. Copies may take this many layers before anything waits for them.
-WINDOW = 2
+
+class Group:
+    """What one layer sends, and the layer before it in the same forward."""
+
+    __slots__ = ("__weakref__", "members", "previous")
+
+    def __init__(self, previous: Group | None = None) -> None:
+        self.members: list[weakref.ref[Parked]] = []
+        self.previous = weakref.ref(previous) if previous is not None else None
 
 
 class Parked:
     """A tensor on its way out, out, or on its way back. What an autograd graph saves in the tensor's place."""
 
-    __slots__ = ("__weakref__", "arriving", "block", "held", "host", "layout", "orphans", "previous", "version")
+    __slots__ = ("__weakref__", "arriving", "block", "group", "held", "host", "layout", "orphans", "version")
 
-    def __init__(self, tensor: torch.Tensor, previous: Parked | None, orphans: deque[Arrival] | None) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Group, orphans: deque[Arrival] | None) -> None:
         self.held: torch.Tensor | None = tensor.detach()  # shares the version counter
         self.version = tensor._version
         self.layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
@@ -41,7 +52,8 @@ class Parked:
         self.host: torch.Tensor | None = None  # the block as a tensor of this size and stride
         self.arriving: Arrival | None = None
         self.orphans = orphans
-        self.previous = weakref.ref(previous) if previous is not None else None
+        self.group = group
+        group.members.append(weakref.ref(self))
 
     def __del__(self) -> None:
         if self.arriving is not None and self.orphans is not None:  # its buffer is being written still
@@ -51,9 +63,9 @@ class Parked:
         """Raises what autograd raises if the tensor was written while it was still needed here."""
         if self.held is not None and self.held._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of a checkpointed layer, {self.held.dtype} of shape {tuple(self.held.shape)}, is at version "
-                f"{self.held._version}, expected {self.version}"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{self.held.dtype} tensor of shape {tuple(self.held.shape)} that a checkpointed layer needs is at "
+                f"version {self.held._version}, expected {self.version}"
             )
 
     def take(self, block: HostBlock) -> torch.Tensor:
@@ -70,16 +82,27 @@ class _Port:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         # The tensor is kept here, because a graph that dies early would free it while it is being read.
-        self.leaving: deque[tuple[weakref.ref[Parked], torch.Tensor, Any]] = deque()
+        self.leaving: deque[tuple[Group, weakref.ref[Parked], torch.Tensor, Any]] = deque()
+        self.recent: deque[Group] = deque(maxlen=WINDOW)
         # Buffers of graphs that were freed before they used them: an interrupted backward leaves some.
         self.orphans: deque[Arrival] = deque()
 
-    def settle(self, remaining: int) -> None:
-        """Gives up the device memory of all but the last few that are leaving."""
+    def begin(self, group: Group) -> None:
+        """A layer that sends its first tensor: those of layers before the window have had their time."""
+        if not self.recent or self.recent[-1] is not group:
+            self.recent.append(group)
+            self._settle(self.recent)
+
+    def settle(self) -> None:
+        """Gives up the device memory of all that are leaving."""
+        self.recent.clear()
+        self._settle(self.recent)
+
+    def _settle(self, recent: deque[Group]) -> None:
         while self.orphans:
             self.lane.wait(self.orphans.popleft()[1])
-        while len(self.leaving) > remaining:
-            reference, _, ticket = self.leaving.popleft()
+        while self.leaving and not any(self.leaving[0][0] is group for group in recent):
+            _, reference, _, ticket = self.leaving.popleft()
             self.lane.wait(ticket)
             parked = reference()
             # One that was written meanwhile is kept, for `check` to refuse when it is fetched.
@@ -102,17 +125,17 @@ class Offloader:
         self._lock = threading.RLock()
 
     @staticmethod
-    def keep(tensor: torch.Tensor, previous: Parked | None = None) -> Parked:
-        """A tensor that stays, on any device, in the order of those that leave: fetching it starts the copy of the one
+    def keep(tensor: torch.Tensor, group: Group) -> Parked:
+        """A tensor that stays, on any device, among those that leave: fetching it starts the copies of the layer
         before."""
-        return Parked(tensor, previous, None)
+        return Parked(tensor, group, None)
 
-    def send(self, tensor: torch.Tensor, previous: Parked | None = None, to_come: int = 0) -> Parked:
+    def send(self, tensor: torch.Tensor, group: Group, to_come: int = 0) -> Parked:
         """Starts a tensor's way out.
 
         Args:
             tensor: dense, without overlap, on a device.
-            previous: the one sent before it in the same forward, which backward needs after it.
+            group: of the layer that sends it.
             to_come: bytes that will be sent after it in the same forward.
 
         Returns:
@@ -120,22 +143,29 @@ class Offloader:
         """
         with self._lock, torch.inference_mode(False):
             port = self._port(tensor.device)
-            parked = Parked(tensor, previous, port.orphans)
+            port.begin(group)
+            parked = Parked(tensor, group, port.orphans)
             block = self.pool.take(tensor.numel() * tensor.element_size(), to_come)
             if block is not None:
                 assert parked.held is not None
                 ticket = port.lane.copy(parked.take(block), parked.held)
-                port.leaving.append((weakref.ref(parked), parked.held, ticket))
-            port.settle(WINDOW)
+                port.leaving.append((group, weakref.ref(parked), parked.held, ticket))
         return parked
+
+    def begin(self, group: Group, device: torch.device, last: bool = False) -> None:
+        """A layer begins that may send nothing: what left before has had its time; before the last layer, all has."""
+        with self._lock:
+            port = self._ports.get(device)
+            if port is not None:
+                port.settle() if last else port.begin(group)
 
     def settle(self, device: torch.device) -> None:
         """Gives up the device memory of everything that is leaving."""
         with self._lock:
-            self._port(device).settle(0)
+            self._port(device).settle()
 
     def fetch(self, parked: Parked) -> torch.Tensor:
-        """The tensor, on its device, with its size and stride; the copy of the one before it has been started.
+        """The tensor, on its device, with its size and stride; what its layer and the one before it need is under way.
 
         Raises:
             RuntimeError: it was written in place between forward and backward.
@@ -143,21 +173,35 @@ class Offloader:
         parked.check()
         with self._lock, torch.inference_mode(False):
             self._bring(parked)
-            previous = parked.previous() if parked.previous is not None else None
-            if previous is not None:
-                self._bring(previous)
+            self.approach(parked.group)
             if parked.held is not None:
                 return parked.held
             assert parked.arriving is not None
             tensor, ticket = parked.arriving
-            parked.arriving = None
             self._port(tensor.device).lane.wait(ticket)
+            parked.arriving = None
         return tensor
+
+    def approach(self, group: Group) -> None:
+        """Backward has come to a layer: what it sent, and what the one before it sent, has to come back."""
+        with self._lock, torch.inference_mode(False):
+            self._bring_all(group)
+            previous = group.previous() if group.previous is not None else None
+            if previous is not None:
+                self._bring_all(previous)
 
     def drain(self) -> None:
         """The host waits for every copy."""
         for port in self._ports.values():
             port.lane.drain()
+
+    def _bring_all(self, group: Group) -> None:
+        """In the order in which backward needs them."""
+        members, group.members = group.members, []  # once: a second backward asks for each by itself
+        for reference in reversed(members):
+            parked = reference()
+            if parked is not None:
+                self._bring(parked)
 
     def _bring(self, parked: Parked) -> None:
         if parked.held is not None or parked.arriving is not None:

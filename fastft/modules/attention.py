@@ -7,6 +7,7 @@ the config's own value carries.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
 from .chunked import sequences_seen_by, with_temperature_of_documents
 from .dynamo import treat_as_constants
-from .projection import project
+from .projection import is_repeatable, project
 from .state import ATTRIBUTE, ModelState, state_of
 
 NAME = "fastft"
@@ -269,10 +270,17 @@ def forward(
     state = self.__dict__[ATTRIBUTE]
     shared, family = state.shared, state.family
     head_dim = self.head_dim
-    q, k, v = project(shared, (self.q_proj, self.k_proj, self.v_proj), hidden_states)
+    tape, projections = shared.tape, (self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = project(shared, projections, hidden_states)
+    # Without norms on q and k, backward needs them after their rotation only.
+    if tape is not None and family.qk_norm and is_repeatable(projections):
+        tape.made((q, k, v), "qkv", functools.partial(project, shared, projections), hidden_states)
     if family.qk_norm:
         q, k = self.q_norm(_split_heads(q, head_dim)), self.k_norm(_split_heads(k, head_dim))
     q, k = _rotate(self, shared, family.rope_layout, q, k, position_embeddings)
+    if tape is not None:
+        for x in (q, k, v):
+            tape.root(x, "attention input")
     if family.sliding_window != "none":
         owner = self if family.sliding_window == "module" else self.config
         kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
@@ -288,6 +296,8 @@ def forward(
         scaling=self.scaling,
         **kwargs,
     )
+    if tape is not None:
+        tape.root(out, "attention")
     return project(shared, (self.o_proj,), out.flatten(2))[0], weights
 
 

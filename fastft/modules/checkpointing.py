@@ -6,14 +6,17 @@ to every layer. That method is replaced on the instance; it calls the original a
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..memory.checkpoint import ActivationMemory, LayerCheckpoint
+from ..memory.activations import ActivationMemory
+from ..memory.checkpoint import LayerCheckpoint
 
 MEMORY = "_fastft_memory"
 _METHOD = "_set_gradient_checkpointing"
@@ -26,11 +29,29 @@ def install(model: nn.Module, memory: ActivationMemory) -> None:
         if isinstance(module, PreTrainedModel) and _METHOD not in module.__dict__:
             module.__dict__[MEMORY] = memory
             module.__dict__[_METHOD] = types.MethodType(_set_gradient_checkpointing, module)
+    if memory.budget is not None and memory.budget.most is not None:
+        _switch_on(model, memory)
     _wrap_layers(model, memory)
+
+
+def _switch_on(model: nn.Module, memory: ActivationMemory) -> None:
+    """A budget was given: layers ask the plan whether anyone switches checkpointing on or not."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
+            if not any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules()):
+                function = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+                type(module)._set_gradient_checkpointing(module, True, function)
+                memory.switched_on = True
+            return
 
 
 def uninstall(model: nn.Module) -> None:
     """Leaves the layers with the checkpoint functions that Hugging Face gave them."""
+    if any(memory.switched_on for memory in memories(model)):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                type(module)._set_gradient_checkpointing(module, False)
+                break
     for module in model.modules():
         function = module.__dict__.get(_FUNCTION)
         if isinstance(function, LayerCheckpoint):
@@ -51,18 +72,24 @@ def memories(model: nn.Module) -> list[ActivationMemory]:
 # By the name of the method it stands for: that is how a pickle of the bound method finds the class's own again.
 def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
     type(self)._set_gradient_checkpointing(self, *args, **kwargs)
+    self.__dict__[MEMORY].switched_on = False  # from here on it is the caller's
     _wrap_layers(self, self.__dict__[MEMORY])
 
 
 def _wrap_layers(model: nn.Module, memory: ActivationMemory) -> None:
-    for stack in model.modules():
-        layers = [
-            layer
-            for layer in stack.children()
-            if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
-        ]
+    stacks = [layers for layers in map(_checkpointed_layers, model.modules()) if layers]
+    longest = max(stacks, key=len, default=[])
+    for layers in stacks:
         for index, layer in enumerate(layers):
             inner = layer.__dict__[_FUNCTION]
             if isinstance(inner, LayerCheckpoint):
                 inner = inner.inner
-            layer.__dict__[_FUNCTION] = LayerCheckpoint(inner, memory, index, len(layers))
+            layer.__dict__[_FUNCTION] = LayerCheckpoint(inner, memory, index, len(layers), layers is longest)
+
+
+def _checkpointed_layers(stack: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [
+        layer
+        for layer in stack.children()
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
+    ]

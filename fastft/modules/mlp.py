@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from .projection import project
+from .projection import is_repeatable, project
 from .state import ATTRIBUTE
 
 
@@ -18,5 +19,15 @@ def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return type(self).forward(self, x)
     shared = self.__dict__[ATTRIBUTE].shared
-    gate, up = project(shared, (self.gate_proj, self.up_proj), x)
-    return project(shared, (self.down_proj,), self.act_fn(gate) * up)[0]
+    projections = (self.gate_proj, self.up_proj)
+    gate, up = project(shared, projections, x)
+    tape = shared.tape
+    if tape is None:
+        return project(shared, (self.down_proj,), self.act_fn(gate) * up)[0]
+    if is_repeatable(projections):
+        tape.made((gate, up), "gate_up", functools.partial(project, shared, projections), x)
+    activated = self.act_fn(gate)
+    tape.made(activated, "activation", self.act_fn, gate)
+    product = activated * up
+    tape.made(product, "activation", lambda gate, up: self.act_fn(gate) * up, gate, up)
+    return project(shared, (self.down_proj,), product)[0]

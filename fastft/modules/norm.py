@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,10 +21,17 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     state = self.__dict__[ATTRIBUTE]
     shared, family = state.shared, state.family
     shared.counters["rms_norm"] += 1
-    return rms_norm(
-        hidden_states,
-        self.weight,
-        getattr(self, family.rms_norm_eps),
+    normalise = functools.partial(
+        rms_norm,
+        weight=self.weight,
+        eps=getattr(self, family.rms_norm_eps),
         rounding=family.rms_norm_rounding,
         impl=shared.config.rms_norm,
     )
+    tape = shared.tape
+    if tape is None:
+        return normalise(hidden_states)
+    tape.root(hidden_states, "residual")
+    normalised = normalise(hidden_states)
+    tape.made(normalised, "norm", normalise, hidden_states)
+    return normalised

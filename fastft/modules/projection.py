@@ -23,3 +23,19 @@ def project(shared: ModelState, projections: tuple[nn.Module, ...], x: torch.Ten
         elif "lora_A" in projection.__dict__["_modules"]:  # without an adapter there was nothing to fuse
             shared.counters[f"lora not fused: {reason}"] += 1
     return outputs
+
+
+def is_repeatable(projections: tuple[nn.Module, ...]) -> bool:
+    """Whether the projections give the same values when they are called again: no dropout, no code of others."""
+    return all(map(_is_repeatable, projections))
+
+
+def _is_repeatable(projection: nn.Module) -> bool:
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return False
+    if type(projection) is nn.Linear:
+        return True
+    base, dropouts = getattr(projection, "base_layer", None), getattr(projection, "lora_dropout", None)
+    if type(base) is not nn.Linear or dropouts is None:
+        return False
+    return all(isinstance(dropout, nn.Identity) or not dropout.training for dropout in dropouts.values())

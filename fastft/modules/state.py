@@ -12,6 +12,8 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..family_spec import FamilySpec
+from ..memory.activations import ActivationMemory
+from ..memory.tape import LayerTape
 from ..packing import PackedSequenceCache
 
 ATTRIBUTE = "_fastft"
@@ -55,6 +57,12 @@ class ModelState:
         # From a head to its backbone, which takes it away; None if no head has said what it uses.
         self.used_padding: UsedPadding | None = None
         self.configs: list[OwnConfig] = []
+        self.memory: ActivationMemory | None = None
+
+    @property
+    def tape(self) -> LayerTape | None:
+        """Of the layer that runs now, if the memory plan wants to be told what it makes."""
+        return self.memory.tape if self.memory is not None else None
 
 
 class ModuleState:

@@ -9,10 +9,10 @@ import pickle
 
 import pytest
 import torch
+from memory_cases import LAYERS, assert_same, batch, gradients, model_of, step
 from memory_machines import EarlyLane, LateLane, machine
 from peft import LoraConfig, get_peft_model
 from sft_cases import equal_training, sft
-from tiny_models import VOCAB, tiny_model
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -20,12 +20,6 @@ from fastft import patch_model, report, unpatch_model
 from fastft.errors import UnsupportedOptionError
 from fastft.memory.checkpoint import LayerCheckpoint
 from fastft.modules.checkpointing import memories
-
-LAYERS = 5
-
-
-def model_of(family="llama", **config):
-    return tiny_model(family, num_hidden_layers=LAYERS, **config).train()
 
 
 def offloading(model, lane=LateLane, **options):
@@ -36,28 +30,6 @@ def offloading(model, lane=LateLane, **options):
     if not torch.cuda.is_available() or next(model.parameters()).device.type == "cpu":
         memory.machine = machine(lane)
     return model
-
-
-def batch(length=24, rows=2, seed=0, device="cpu"):
-    ids = torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids.to(device), "labels": ids.to(device)}
-
-
-def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def step(model, **kwargs):
-    torch.manual_seed(1)  # gpt2 has dropout
-    model(**batch(**kwargs)).loss.backward()
-    return gradients(model)
-
-
-def assert_same(got, expected):
-    assert got.keys() == expected.keys() and len(got) > 3
-    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
 
 
 def offloaded(model):

@@ -9,7 +9,7 @@ import torch
 from memory_machines import EarlyLane, LateLane, Pins
 
 from fastft.memory.host import HostPool
-from fastft.memory.offload import WINDOW, Offloader
+from fastft.memory.offload import WINDOW, Group, Offloader
 
 
 def offloader_of(lane=LateLane, limit=1 << 40):
@@ -23,9 +23,11 @@ def offloader_of(lane=LateLane, limit=1 << 40):
 
 
 def send_all(offloader, tensors):
-    parked = []
+    """Each from a layer of its own."""
+    parked, group = [], None
     for tensor in tensors:
-        parked.append(offloader.send(tensor, parked[-1] if parked else None))
+        group = Group(group)
+        parked.append(offloader.send(tensor, group))
     return parked
 
 
@@ -78,7 +80,7 @@ def test_at_most_two_buffers_are_on_the_device():
 def test_a_tensor_that_is_still_there_is_not_copied_back():
     offloader, lanes = offloader_of()
     tensor = torch.randn(8)
-    parked = offloader.send(tensor)
+    parked = offloader.send(tensor, Group())
     assert offloader.fetch(parked).data_ptr() == tensor.data_ptr()
     assert lanes[0].log == ["copy"]
 
@@ -87,7 +89,7 @@ def test_fetching_again_gives_the_same_values():
     offloader, _ = offloader_of()
     tensor = torch.randn(8)
     expected = tensor.clone()
-    parked = offloader.send(tensor)
+    parked = offloader.send(tensor, Group())
     offloader.settle(torch.device("cpu"))
     offloader.fetch(parked).fill_(0)
     assert torch.equal(offloader.fetch(parked), expected)
@@ -96,12 +98,12 @@ def test_fetching_again_gives_the_same_values():
 def test_an_input_that_was_written_meanwhile_raises_as_in_autograd():
     offloader, _ = offloader_of()
     tensor = torch.randn(8)
-    parked = offloader.send(tensor)
+    parked = offloader.send(tensor, Group())
     tensor.add_(1)
     offloader.settle(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         offloader.fetch(parked)
-    kept = offloader.keep(tensor)
+    kept = offloader.keep(tensor, Group())
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         offloader.fetch(kept)
@@ -111,7 +113,7 @@ def test_a_write_after_the_copy_changes_nothing():
     offloader, _ = offloader_of()
     tensor = torch.randn(8)
     expected = tensor.clone()
-    parked = offloader.send(tensor)
+    parked = offloader.send(tensor, Group())
     offloader.settle(torch.device("cpu"))
     tensor.add_(1)
     assert torch.equal(offloader.fetch(parked), expected)
@@ -127,7 +129,7 @@ def test_a_buffer_whose_graph_died_lives_until_its_copy_is_done():
     gc.collect()
     assert len(orphans) == 1
     lanes[0].log.clear()
-    offloader.send(torch.randn(8))
+    offloader.send(torch.randn(8), Group())
     assert not orphans and "wait" in lanes[0].log
 
 
@@ -143,7 +145,7 @@ def test_a_graph_that_dies_early_leaves_nothing():
 def test_without_host_memory_the_tensor_stays():
     offloader, lanes = offloader_of(limit=1000)
     tensor = torch.randn(1000)
-    parked = offloader.send(tensor)
+    parked = offloader.send(tensor, Group())
     assert parked.block is None and not lanes[0].log
     offloader.settle(torch.device("cpu"))
     assert offloader.fetch(parked).data_ptr() == tensor.data_ptr()
@@ -154,7 +156,7 @@ def test_buffers_are_no_inference_tensors():
     with torch.inference_mode():
         with torch.inference_mode(False):
             tensor = torch.randn(8)
-        parked = offloader.send(tensor)
+        parked = offloader.send(tensor, Group())
         offloader.settle(torch.device("cpu"))
         fetched = offloader.fetch(parked)
     assert not fetched.is_inference() and not parked.host.is_inference()
@@ -163,13 +165,13 @@ def test_buffers_are_no_inference_tensors():
 
 def test_each_device_has_its_own_lane():
     offloader, lanes = offloader_of()
-    offloader.send(torch.randn(8))
+    offloader.send(torch.randn(8), Group())
     offloader.settle(torch.device("meta"))
-    offloader.send(torch.randn(8))
+    offloader.send(torch.randn(8), Group())
     assert len(lanes) == 2
 
 
 def test_what_stays_needs_no_lane():
     offloader, lanes = offloader_of()
     tensor = torch.empty(0, device="meta")  # torch saves such things beside a layer's input
-    assert offloader.fetch(offloader.keep(tensor)) is not None and not lanes
+    assert offloader.fetch(offloader.keep(tensor, Group())) is not None and not lanes

@@ -1,0 +1,75 @@
+"""What a memory plan needs of the machine. Tests give one that runs without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..capability import GPUCapability, Verdict, probe
+from .host import Pin, cuda_pin
+from .lanes import CudaLane, Lane
+
+_COPIED_TO_MEASURE = 64 << 20
+
+
+class MemoryState(NamedTuple):
+    """Bytes of one device's memory, as this process sees it."""
+
+    allocated: int
+    peak: int  # the most that was ever allocated
+    free: int  # that can be allocated still
+
+
+def offload_verdict(capability: GPUCapability) -> Verdict:
+    """Whether activations of a device can wait in host memory."""
+    if capability.unified_memory:
+        return Verdict(False, capability.unified_memory.reason)
+    if capability.device.kind != "cuda":
+        return Verdict(False, f"{capability.device.kind}: offloading runs on CUDA devices only")
+    return Verdict(True, "a copy engine and page-locked host memory")
+
+
+def _plan_verdict(device: torch.device) -> Verdict:
+    if device.type != "cuda":
+        return Verdict(False, f"{device.type}: memory is planned on CUDA devices only")
+    return Verdict(True, "the allocator counts its bytes")
+
+
+def _cuda_memory(device: torch.device) -> MemoryState:
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    return MemoryState(allocated, torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[0] + unused)
+
+
+def _cuda_mark(device: torch.device) -> torch.cuda.Event:
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _cuda_seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def _cuda_bandwidth(device: torch.device) -> float:
+    """Bytes a second from the device to page-locked memory. The host waits some milliseconds, once."""
+    source = torch.empty(_COPIED_TO_MEASURE, dtype=torch.uint8, device=device)
+    target = torch.empty(_COPIED_TO_MEASURE, dtype=torch.uint8, pin_memory=True)
+    target.copy_(source, non_blocking=True)
+    first = _cuda_mark(device)
+    target.copy_(source, non_blocking=True)
+    return _COPIED_TO_MEASURE / _cuda_seconds(first, _cuda_mark(device))
+
+
+class Machine(NamedTuple):
+    """What offloading and planning need of the machine."""
+
+    lane_of: Callable[[torch.device], Lane] = CudaLane
+    pin: Pin = cuda_pin
+    can_offload: Callable[[torch.device], Verdict] = lambda device: offload_verdict(probe(device))
+    can_plan: Callable[[torch.device], Verdict] = _plan_verdict
+    memory: Callable[[torch.device], MemoryState] = _cuda_memory
+    mark: Callable[[torch.device], Any] = _cuda_mark  # a point in the computing stream
+    seconds: Callable[[Any, Any], float] = _cuda_seconds  # between two; the host may wait
+    bandwidth: Callable[[torch.device], float] = _cuda_bandwidth

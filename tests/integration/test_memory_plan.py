@@ -1,0 +1,234 @@
+"""Planned checkpointing on whole models: measured, planned, planned again, and never another result."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from memory_cases import LAYERS, assert_same, batch, gradients, model_of, step
+from memory_machines import Clockwork
+from peft import LoraConfig, get_peft_model
+
+from fastft import patch_model, report, unpatch_model
+from fastft.errors import UnsupportedOptionError
+from fastft.memory.activations import ActivationMemory, Budget
+from fastft.memory.machine import MemoryState
+from fastft.memory.plan import KEEP, RECOMPUTE, name_of
+from fastft.memory.tape import LEAN
+from fastft.modules import checkpointing
+from fastft.modules.state import state_of
+
+GIB = 1 << 30
+
+
+def planned(model, budget=None, clock=None):
+    """The model, patched, with a plan for a machine that the test makes up."""
+    patch_model(model)
+    clock = clock or Clockwork()
+    checkpointing.uninstall(model)
+    memory = ActivationMemory(RECOMPUTE, clock.machine(), smallest=1, budget=Budget(budget))
+    checkpointing.install(model, memory)
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            state.shared.memory = memory
+    if budget is None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return memory, clock
+
+
+def lora_pair(budget, clock=None, family="qwen3"):
+    adapter = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    plain = get_peft_model(model_of(family), adapter).train()
+    other = copy.deepcopy(plain)
+    patch_model(plain)
+    plain.enable_input_require_grads()
+    other.enable_input_require_grads()
+    return plain, other, *planned(other, budget, clock)
+
+
+def measure(model, clock, static=0, plain=8 * GIB, steps=2):
+    """The steps that are measured, told that each takes `plain` bytes."""
+    for number in range(steps):
+        clock.state = MemoryState(static, max(clock.state.peak, static), clock.state.free)  # a peak only rises
+        loss = model(**batch(seed=number)).loss
+        clock.state = MemoryState(static, static + plain, clock.state.free)
+        loss.backward()
+        gradients(model)
+
+
+def modes(memory):
+    return [name_of(mode) for mode in memory.plan.modes]
+
+
+@pytest.mark.parametrize("budget", [None, 1, 100_000, 150_000, 200_000, 300_000, 500_000, 1 << 40, "auto"])
+def test_results_do_not_depend_on_the_budget(budget):
+    plain, other, memory, clock = lora_pair(budget)
+    for number in range(5):
+        clock.state = MemoryState(0, 100_000, 1 << 40)
+        assert_same(step(other, seed=number), step(plain, seed=number))
+    assert len(memory.plan.modes) == LAYERS
+
+
+def test_two_steps_are_measured_and_the_third_is_planned():
+    _, model, memory, clock = lora_pair(1 << 40)
+    assert memory.plan is None and report(model).memory is None
+    measure(model, clock)
+    assert memory.plan is None and report(model).counters["layer kept in part"] == 1  # the last layer, in the second
+    step(model)
+    assert modes(memory) == ["keep"] * LAYERS
+    assert "memory plan: " in str(report(model)) and "layers 0-4" in str(report(model))
+
+
+def test_what_is_measured():
+    _, model, memory, clock = lora_pair(1 << 40)
+    measure(model, clock, static=GIB, plain=5 * GIB)
+    step(model)
+    found = memory.planner._measured
+    width = 2 * 24 * 4  # bytes of one feature of all tokens
+    config = model.config
+    assert found.tokens == 48 and found.layers == LAYERS and found.input_bytes == width * config.hidden_size
+    assert found.backward_bytes == 5 * GIB and found.forward_seconds == 1.0 and found.can_tell
+    assert found.kinds["gate_up"] == 2 * width * config.intermediate_size
+    assert found.kinds["residual"] == 2 * width * config.hidden_size
+    assert {"norm", "activation", "gate_up"} <= found.again_seconds.keys()
+
+
+def test_a_forward_without_backward_is_not_taken_for_a_step():
+    _, model, memory, clock = lora_pair(1 << 40)
+    for _ in range(4):
+        model(**batch())
+    assert memory.plan is None
+    measure(model, clock)
+    step(model)
+    assert memory.plan is not None
+
+
+def test_by_default_the_budget_is_what_plain_checkpointing_takes():
+    _, model, memory, clock = lora_pair(None)
+    measure(model, clock, static=100, plain=300_000)
+    clock.state = MemoryState(100, 300_100, 1 << 40)
+    step(model)
+    assert 300_000 <= memory.plan.budget <= 1.13 * 300_100 and memory.plan.peak <= memory.plan.budget
+
+
+def test_auto_is_most_of_what_is_free():
+    _, model, memory, clock = lora_pair("auto", Clockwork(free=10_000_000))
+    measure(model, clock, static=100)
+    clock.state = MemoryState(100, 0, 10_000_000)
+    step(model)
+    assert memory.plan.budget == pytest.approx(100 + 0.92 * 10_000_000)
+
+
+def test_a_larger_batch_is_planned_anew_and_a_known_one_is_not():
+    _, model, memory, clock = lora_pair(400_000)
+    measure(model, clock, plain=200_000)
+    clock.state = MemoryState(0, 0, 1 << 40)
+    step(model)
+    small = memory.plan
+    step(model, rows=8, length=40)
+    large = memory.plan
+    assert large.peak > small.peak and large.modes != small.modes
+    step(model)
+    assert memory.plan is small
+
+
+def test_plans_are_made_anew_when_other_things_take_more_memory():
+    _, model, memory, clock = lora_pair(400_000)
+    measure(model, clock, plain=200_000)
+    clock.state = MemoryState(0, 0, 1 << 40)
+    step(model)
+    before = memory.plan
+    clock.state = MemoryState(250_000, 0, 1 << 40)  # an optimizer's state
+    step(model)
+    assert memory.plan is not before and memory.plan.seconds > before.seconds
+
+
+def test_running_out_of_memory_in_a_forward_is_survived_once_with_a_message(caplog):
+    plain, model, memory, clock = lora_pair(1 << 40)
+    measure(model, clock)
+    layer = model.base_model.model.model.layers[2]
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail(*_):
+        if failures:
+            raise failures.pop()
+
+    layer.mlp.register_forward_pre_hook(fail)
+    with caplog.at_level(logging.WARNING, "fastft"):
+        result = step(model, seed=7)
+    assert_same(result, step(plain, seed=7))
+    assert [record.getMessage() for record in caplog.records if "out of GPU memory" in record.getMessage()]
+    assert report(model).counters["out of memory, planned anew"] == 1
+    assert_same(step(model, seed=8), step(plain, seed=8))
+    assert memory.plan.budget == pytest.approx(0.9 * (1 << 40))
+
+
+def test_an_error_of_another_kind_is_not_caught():
+    _, model, _, clock = lora_pair(1 << 40)
+    measure(model, clock)
+    model.base_model.model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model)
+
+
+def test_stock_layers_are_kept_or_run_again():
+    model = model_of()
+    plain = copy.deepcopy(model)
+    clock = Clockwork()
+    memory = ActivationMemory(RECOMPUTE, clock.machine(), smallest=1, budget=Budget(150_000))
+    checkpointing.install(model, memory)
+    measure(model, clock, plain=100_000)
+    clock.state = MemoryState(0, 0, 1 << 40)
+    assert_same(step(model), step(plain))
+    assert not any(isinstance(mode, type(LEAN)) for mode in memory.plan.modes)
+
+
+def test_a_budget_switches_layers_on_and_unpatching_off_again():
+    model = model_of()
+    patch_model(model, memory_budget="auto")
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    unpatch_model(model)
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_the_callers_switch_wins_over_a_budget():
+    model = model_of()
+    patch_model(model, memory_budget="auto")
+    model.gradient_checkpointing_disable()
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    model.gradient_checkpointing_enable()
+    unpatch_model(model)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_on_a_cpu_nothing_is_planned_and_the_report_says_so():
+    model = model_of()
+    patch_model(model, memory_budget=GIB)
+    for _ in range(4):
+        step(model)
+    assert report(model).memory is None
+    reason = "not planned: cpu: memory is planned on CUDA devices only"
+    assert report(model).counters[reason] == 4 * LAYERS
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 1.5, "half"])
+def test_bad_budgets_are_refused(budget):
+    with pytest.raises(UnsupportedOptionError, match=r"memory_budget=.* is no option"):
+        patch_model(model_of(), memory_budget=budget)
+
+
+def test_a_budget_for_a_fixed_way_is_refused():
+    with pytest.raises(UnsupportedOptionError, match="memory_budget needs checkpointing='auto'"):
+        patch_model(model_of(), memory_budget=GIB, checkpointing="offload")
+
+
+def test_everything_kept_is_no_checkpointing():
+    _, model, memory, clock = lora_pair(1 << 40)
+    measure(model, clock)
+    runs = []
+    model.base_model.model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
+    step(model)
+    assert set(memory.plan.modes) == {KEEP} and len(runs) == 1

@@ -1,0 +1,206 @@
+"""Layers that keep some of what they make and make the rest again: the gradients of layers that keep everything."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from memory_cases import LAYERS, assert_same, batch, gradients, model_of, step
+from memory_machines import EarlyLane, LateLane, machine
+from peft import LoraConfig, get_peft_model
+
+from fastft import patch_model, report, unpatch_model
+from fastft.memory.tape import LEAN, THIN, Level, offloaded
+from fastft.modules.checkpointing import memories
+
+KEEP = Level("keep", {})
+ALL_SENT = Level("everything", dict.fromkeys(("residual", "norm", "qkv", "attention input", "attention"), "offload"))
+LEVELS = [KEEP, THIN, LEAN, offloaded(THIN), offloaded(LEAN), ALL_SENT]
+
+
+def lora_model(dropout=0.0, **config):
+    adapter = LoraConfig(target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
+    return get_peft_model(model_of(**config), adapter).train()
+
+
+def at_level(model, level, lane=LateLane):
+    patch_model(model, checkpointing="selective")
+    (memory,) = memories(model)
+    memory.mode, memory.smallest, memory.machine = level, 1, machine(lane)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def pair(level, lora=True, lane=LateLane, **config):
+    """A patched model that keeps everything, and its copy at a level."""
+    plain = lora_model(**config) if lora else model_of(**config)
+    other = at_level(copy.deepcopy(plain), level, lane)
+    patch_model(plain)
+    plain.enable_input_require_grads()
+    return plain, other
+
+
+def bytes_of(model):
+    return memories(model)[0].bytes_of_layer[0]
+
+
+def told_layers(model):
+    return report(model).counters["layer kept in part"]
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_gradients_are_those_of_keeping_everything_to_the_bit(family, lora, level):
+    plain, other = pair(level, lora, family=family)
+    for number in range(3):
+        shape = {"length": (24, 31, 9)[number], "rows": (2, 1, 3)[number], "seed": number}
+        assert_same(step(other, **shape), step(plain, **shape))
+    assert told_layers(other) == 3 * LAYERS
+    gc.collect()
+    assert memories(other)[0].host_bytes_in_use == 0
+
+
+@pytest.mark.parametrize("level", [THIN, offloaded(LEAN)], ids=lambda level: level.name)
+def test_under_autocast(level):
+    plain, other = pair(level)
+    results = []
+    for model in (plain, other):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch()).loss
+        loss.backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0])
+
+
+def test_packed_rows():
+    plain, other = pair(offloaded(LEAN), family="qwen3")
+    ids = torch.randint(1, 60, (1, 40))
+    positions = torch.cat([torch.arange(length) for length in (13, 1, 26)])[None]
+    results = []
+    for model in (plain, other):
+        model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0])
+
+
+def test_dropout_of_adapters_is_never_drawn_again():
+    plain, other = pair(LEAN, dropout=0.5)
+    assert_same(step(other), step(plain))
+    assert "gate_up" not in bytes_of(other)
+
+
+def test_a_second_backward_and_several_forwards():
+    plain, other = pair(offloaded(LEAN), lane=EarlyLane)
+    results = []
+    for model in (plain, other):
+        first, second = (model(**batch(seed=seed)).loss for seed in (1, 2))
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0])
+
+
+def test_what_is_made_again_is_not_kept():
+    shape = {"length": 32, "rows": 2}
+    held = {}
+    for level in (KEEP, THIN, LEAN):
+        model = at_level(lora_model(), level)
+        step(model, **shape)
+        made = bytes_of(model)
+        held[level.name] = sum(size for kind, size in made.items() if level.actions.get(kind) != "again")
+    tokens = 64
+    config = model.config
+    row = 4 * tokens
+    assert held["keep"] - held["thin"] >= row * (2 * config.hidden_size + 2 * config.intermediate_size)
+    assert held["thin"] - held["lean"] >= row * 2 * config.intermediate_size
+
+
+def test_the_memory_is_really_free():
+    """Not by the tape's own account: the tensors that a norm and an activation made are gone after the forward."""
+    model = at_level(model_of(), THIN)
+    alive = []
+    for layer in model.model.layers:
+        for module in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp.act_fn):
+            module.register_forward_hook(lambda _, __, out: alive.append(weakref.ref(out)))
+    loss = model(**batch()).loss
+    assert len(alive) == 3 * LAYERS and not any(reference() is not None for reference in alive)
+    loss.backward()
+
+
+def test_an_attention_output_leaves_although_its_own_node_saved_it_first():
+    model = at_level(lora_model(), Level("attention", {"attention": "offload"}))
+    loss = model(**batch()).loss
+    memory = memories(model)[0]
+    memory.offloader.settle(torch.device("cpu"))
+    width = 2 * 24 * model.config.num_attention_heads * model.config.head_dim * 4
+    assert bytes_of(model)["attention"] == width
+    assert report(model).counters["bytes offloaded"] == LAYERS * width
+    loss.backward()
+
+
+def test_a_kept_tensor_that_is_written_in_place_raises_as_in_autograd():
+    model = at_level(model_of(), KEEP)
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: (args[0].mul_(1.0), output)[1])
+    loss = model(**batch()).loss
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_stock_modules_are_kept_whole():
+    plain = model_of()
+    other = copy.deepcopy(plain)
+    patch_model(plain, rms_norm=False, rope=False)
+    patch_model(other, rms_norm=False, rope=False, lora=False, checkpointing="selective")
+    other.gradient_checkpointing_enable()
+    plain.enable_input_require_grads()
+    assert_same(step(other), step(plain))
+    assert set(bytes_of(other)) <= {"untold", "attention input", "attention", "qkv"}
+
+
+def test_steps_that_break_off_leave_nothing_behind():
+    plain, other = pair(offloaded(LEAN))
+    (memory,) = memories(other)
+    layer = other.base_model.model.model.layers[3]
+
+    def fail(*_):
+        raise ValueError("in the middle")
+
+    for _ in range(5):
+        handle = layer.mlp.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="in the middle"):
+            other(**batch())
+        handle.remove()
+        assert memory.tape is None
+        other(**batch())
+        handle = layer.self_attn.register_full_backward_hook(fail)
+        loss = other(**batch()).loss
+        with pytest.raises(ValueError, match="in the middle"):
+            loss.backward()
+        handle.remove()
+        del loss
+        other.zero_grad(set_to_none=True)
+    gc.collect()
+    assert memory.host_bytes_in_use == 0
+    assert_same(step(other), step(plain))
+
+
+def test_evaluation_is_not_told():
+    model = at_level(lora_model(), THIN)
+    with torch.no_grad():
+        model(**batch())
+    model.eval()
+    model(**batch()).loss.backward()
+    assert "layer kept in part" not in report(model).counters
+
+
+def test_unpatching_ends_it():
+    model = at_level(model_of(), THIN)
+    step(model)
+    unpatch_model(model)
+    assert not memories(model)
+    step(model)
