@@ -1,6 +1,6 @@
-"""The command line: `fastft info` says what this machine can run, `fastft demo` fine-tunes a small model.
+"""The command line: `info` says what this machine can run, `demo` fine-tunes a small model, `bench` measures one.
 
-Usage: `fastft info [--device cuda:0] [--json]` or `fastft demo [arguments of the demo]`.
+Usage: `fastft info [--device cuda:0] [--json]`, `fastft demo [arguments of the demo]` or `fastft bench memory [...]`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["demo"]:  # before argparse, so that even `--help` and unknown options are the demo's own
         return _demo(arguments[1:])
-    parsed = _parser().parse_args(arguments)
     try:
+        if arguments[:1] == ["bench"]:  # likewise
+            return _bench(arguments[1:])
+        parsed = _parser().parse_args(arguments)
         return _info(parsed.device, as_json=parsed.json)
     except FastftError as error:
         print(f"fastft: {error}", file=sys.stderr)
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--device", help="one device, such as cpu or cuda:0; every visible GPU by default")
     info.add_argument("--json", action="store_true", help="print JSON")
     commands.add_parser("demo", help="a short fine-tuning run; its options: fastft demo --help", add_help=False)
+    commands.add_parser("bench", help="measurements of a model; their options: fastft bench --help", add_help=False)
     return parser
 
 
@@ -59,6 +62,10 @@ def _demo(arguments: list[str]) -> int:
     # Its own function, and by name: the demo brings transformers, which `fastft info` must not load.
     status = importlib.import_module("fastft.demo.run").main(arguments)
     return int(status or 0)
+
+
+def _bench(arguments: list[str]) -> int:
+    return int(importlib.import_module("fastft.bench.command").main(arguments))
 
 
 def _info(device: str | None, as_json: bool) -> int:

@@ -383,12 +383,7 @@ class Report:
         for op, what, impl, count, reason in self.rows():
             lines.append(f"  {op:<10} {what:<8} {impl:<10} x{count:<4} {reason}")
         if self.memory is not None:
-            lines.append(f"  memory plan: {self.memory.reason}")
-            for layers, mode, cost in self.memory.rows():
-                lines.append(
-                    f"    layers {layers:<7} {mode:<18} each holds {cost.held / 2**20:,.0f} MiB, sends "
-                    f"{cost.sent / 2**20:,.0f} MiB, runs {cost.seconds * 1e3:.1f} ms again"
-                )
+            lines += [f"  {line}" for line in str(self.memory).splitlines()]
         lines.append(
             "  since then: " + (", ".join(f"{k} {v}" for k, v in sorted(self.counters.items())) or "not run yet")
         )

@@ -109,13 +109,12 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: fastft" in capsys.readouterr().err
 
 
-def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert "info" in printed
-    assert "demo" in printed
+    assert all(command in printed for command in ("info", "demo", "bench"))
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])
@@ -141,12 +140,13 @@ def test_arguments_of_the_process_are_the_default(
     assert json.loads(capsys.readouterr().out)["devices"][0]["name"] == "NVIDIA H200"
 
 
-def test_info_loads_neither_transformers_nor_the_demo() -> None:
+def test_info_loads_neither_transformers_nor_other_commands() -> None:
     code = """
 import sys
 from fastft.cli import main
 status = main(["info", "--json"])
-print(status, [name for name in sys.modules if name.startswith(("transformers", "fastft.demo"))], file=sys.stderr)
+others = ("transformers", "fastft.demo", "fastft.bench")
+print(status, [name for name in sys.modules if name.startswith(others)], file=sys.stderr)
 """
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120)

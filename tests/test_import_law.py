@@ -43,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"capability", "config", "family_spec", "families", "structure", "isolation", "packing", "ops", "modules"}
     | {"integrations", "memory"},
 }
-ANYTHING = {"", "cli", "demo", "patch"}  # the top: patch.py sits above plan.py, cli.py and the demo above everything
+# The top: patch.py sits above plan.py, cli.py, the demo and the measurements above everything.
+ANYTHING = {"", "cli", "demo", "bench", "patch"}
 # Third-party packages that a room may name at all, on top of the standard library. The top may name any.
 LIBRARIES = {
     "errors": set(),

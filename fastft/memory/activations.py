@@ -111,6 +111,9 @@ class ActivationMemory:
         """A forward with gradients begins with x, the input of the first of `count` layers."""
         if self.planner is not None and self.machine.can_plan(x.device):
             self.planner.begin(x, count)
+            plan = self.planner.plan
+            if plan is not None:
+                self.offloader.window = plan.window
 
     def mode_of(self, x: torch.Tensor, index: int, count: int) -> Mode:
         """What becomes of layer `index` of `count`, with input x."""
@@ -125,9 +128,8 @@ class ActivationMemory:
     def tape_for(self, level: Level, x: torch.Tensor, index: int, count: int) -> LayerTape:
         """For what layer `index` of `count` makes of x."""
         group = self.group_of(index)
-        last = index >= count - LAST_KEPT
         if self._offloader is not None:
-            self._offloader.begin(group, x.device, last)
+            self._offloader.begin(group, x.device)
         return LayerTape(
             level,
             self.offloader,

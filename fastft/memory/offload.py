@@ -22,7 +22,8 @@ import torch
 from .host import HostBlock, HostPool
 from .lanes import Lane
 
-# Layers whose tensors may be on their way out at a time. Copies may take this long before anything waits for them.
+# Layers whose tensors may be on their way out at a time, where no plan says so. Copies may take this long before
+# anything waits for them.
 WINDOW = 2
 
 # A buffer that is being filled, and the ticket of the copy.
@@ -83,22 +84,22 @@ class _Port:
         self.lane = lane
         # The tensor is kept here, because a graph that dies early would free it while it is being read.
         self.leaving: deque[tuple[Group, weakref.ref[Parked], torch.Tensor, Any]] = deque()
-        self.recent: deque[Group] = deque(maxlen=WINDOW)
+        self.recent: list[Group] = []
         # Buffers of graphs that were freed before they used them: an interrupted backward leaves some.
         self.orphans: deque[Arrival] = deque()
 
-    def begin(self, group: Group) -> None:
-        """A layer that sends its first tensor: those of layers before the window have had their time."""
+    def begin(self, group: Group, window: int) -> None:
+        """A layer begins: those before the window have had their time."""
         if not self.recent or self.recent[-1] is not group:
-            self.recent.append(group)
+            self.recent = [*self.recent, group][-window:]
             self._settle(self.recent)
 
-    def settle(self) -> None:
-        """Gives up the device memory of all that are leaving."""
-        self.recent.clear()
-        self._settle(self.recent)
+    def settle(self, needed: list[Group]) -> None:
+        """Gives up the device memory of all that are leaving, but for what is needed now."""
+        self.recent = needed
+        self._settle(needed)
 
-    def _settle(self, recent: deque[Group]) -> None:
+    def _settle(self, recent: list[Group]) -> None:
         while self.orphans:
             self.lane.wait(self.orphans.popleft()[1])
         while self.leaving and not any(self.leaving[0][0] is group for group in recent):
@@ -120,6 +121,7 @@ class Offloader:
 
     def __init__(self, pool: HostPool, lane_of: Callable[[torch.device], Lane]) -> None:
         self.pool = pool
+        self.window = WINDOW
         self._lane_of = lane_of
         self._ports: dict[torch.device, _Port] = {}
         self._lock = threading.RLock()
@@ -143,7 +145,7 @@ class Offloader:
         """
         with self._lock, torch.inference_mode(False):
             port = self._port(tensor.device)
-            port.begin(group)
+            port.begin(group, self.window)
             parked = Parked(tensor, group, port.orphans)
             block = self.pool.take(tensor.numel() * tensor.element_size(), to_come)
             if block is not None:
@@ -152,17 +154,17 @@ class Offloader:
                 port.leaving.append((group, weakref.ref(parked), parked.held, ticket))
         return parked
 
-    def begin(self, group: Group, device: torch.device, last: bool = False) -> None:
-        """A layer begins that may send nothing: what left before has had its time; before the last layer, all has."""
+    def begin(self, group: Group, device: torch.device) -> None:
+        """A layer begins that may send nothing."""
         with self._lock:
             port = self._ports.get(device)
             if port is not None:
-                port.settle() if last else port.begin(group)
+                port.begin(group, self.window)
 
     def settle(self, device: torch.device) -> None:
         """Gives up the device memory of everything that is leaving."""
         with self._lock:
-            self._port(device).settle()
+            self._port(device).settle([])
 
     def fetch(self, parked: Parked) -> torch.Tensor:
         """The tensor, on its device, with its size and stride; what its layer and the one before it need is under way.
@@ -184,11 +186,13 @@ class Offloader:
 
     def approach(self, group: Group) -> None:
         """Backward has come to a layer: what it sent, and what the one before it sent, has to come back."""
+        previous = group.previous() if group.previous is not None else None
+        needed = [group] if previous is None else [previous, group]
         with self._lock, torch.inference_mode(False):
-            self._bring_all(group)
-            previous = group.previous() if group.previous is not None else None
-            if previous is not None:
-                self._bring_all(previous)
+            for port in self._ports.values():
+                port.settle(needed)  # backward takes the memory of what is leaving still
+            for each in reversed(needed):
+                self._bring_all(each)
 
     def drain(self) -> None:
         """The host waits for every copy."""

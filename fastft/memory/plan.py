@@ -1,11 +1,11 @@
 """Which layers keep, make again, or send what: the fastest step that fits a budget.
 
-    time     sum over layers of what is run again in backward, and what copies take beyond the forward they run beside
-    memory   at the end of forward, when every layer's share is held beside the loss; and in the backward of each
-             layer, when those after it have given theirs up and its own activations are all there
+    time     what is run again in backward, and what the computing stream waits for copies
+    memory   in the forward of each layer, beside what those before it hold and what is still leaving; beside the loss;
+             and in the backward of each layer, when those after it have given theirs up and its own is all there
 
-Layers are taken to be alike. The early ones hold less than the late ones: the late ones' share is free again by the
-time an early one is run again, and copies of early layers have the whole forward to leave by.
+Layers are taken to be alike. Early ones hold less than late ones: the late ones' share is free again by the time an
+early one is run again. Where two kinds of layers send, they take turns, so that the bus is busy all the time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .tape import LEAN, THIN, Level, offloaded
+from .tape import ALL_SENT, LEAN, LEAN_SENT, THIN, THIN_SENT, Level
 
 RECOMPUTE, OFFLOAD, KEEP = "recompute", "offload", "keep"
 # What becomes of a layer: one of these names, or what becomes of each kind.
 Mode = Level | str
 
-# Of the forward's time, what copies may fill before they are taken to delay it.
-_COPY_SHARE = 0.9
+# A layer's backward takes at least so many of its forwards: the two products for each one, less what is frozen.
+_BACKWARD = 1.5
+_WINDOWS = (2, 3, 4, 6)
 
 
 class Measured(NamedTuple):
@@ -35,6 +36,7 @@ class Measured(NamedTuple):
     forward_seconds: float  # of one layer
     loss_bytes: float  # above what was there before the forward, at the highest until backward begins
     backward_bytes: float  # the same in backward; both with checkpointing of every layer
+    loss_seconds: float  # between the forward of the last layer and its backward
     bandwidth: float  # bytes a second to the host; 0: nothing can leave
     can_tell: bool = True  # whether layers tell what they make
 
@@ -46,6 +48,7 @@ class Option(NamedTuple):
     held: float  # bytes on the device between forward and backward
     sent: float  # bytes that leave
     seconds: float  # run again in backward
+    alive: float  # bytes of its activations that are there at a time in its backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class MemoryPlan:
         peak: bytes expected at the highest.
         budget: bytes allowed.
         seconds: of a step, that are spent on running things again and on waiting for copies.
+        window: layers whose tensors may be leaving at a time.
         options: the costs that the plan was made from, by the name of the mode.
         reason: in words.
     """
@@ -65,6 +69,7 @@ class MemoryPlan:
     peak: float
     budget: float
     seconds: float
+    window: int
     options: Mapping[str, Option]
     reason: str
 
@@ -77,6 +82,16 @@ class MemoryPlan:
                 yield (f"{first}" if place - first == 1 else f"{first}-{place - 1}"), name, self.options[name]
                 first = place
 
+    def __str__(self) -> str:
+        lines = [f"memory plan: {self.reason}; {self.seconds * 1e3:.0f} ms of a step run again or waited for"]
+        for layers, mode, cost in self.rows():
+            held, sent = cost.held / 2**20, cost.sent / 2**20
+            lines.append(
+                f"  layers {layers:<7} {mode:<14} each holds {held:,.0f} MiB, sends {sent:,.0f} MiB, runs "
+                f"{cost.seconds * 1e3:.1f} ms again"
+            )
+        return "\n".join(lines)
+
 
 def name_of(mode: Mode) -> str:
     return mode.name if isinstance(mode, Level) else mode
@@ -87,19 +102,21 @@ def options_of(measured: Measured) -> list[Option]:
     kinds, again = measured.kinds, measured.again_seconds
     everything, size = sum(kinds.values()), measured.input_bytes
     options = [
-        Option(KEEP, everything, 0.0, 0.0),
-        Option(RECOMPUTE, size, 0.0, measured.forward_seconds),
+        Option(KEEP, everything, 0.0, 0.0, everything),
+        Option(RECOMPUTE, size, 0.0, measured.forward_seconds, everything),
     ]
     levels = [THIN, LEAN] if measured.can_tell else []
     if measured.bandwidth:
-        options.append(Option(OFFLOAD, 0.0, size, measured.forward_seconds))
-        levels += [offloaded(level) for level in levels]
+        options.append(Option(OFFLOAD, 0.0, size, measured.forward_seconds, everything))
+        levels += [THIN_SENT, LEAN_SENT, ALL_SENT] if levels else []
+    # Of two norms and two activations, one is needed at a time.
+    alive = everything - kinds.get("rotated", 0.0) - (kinds.get("norm", 0.0) + kinds.get("activation", 0.0)) / 2
     for level in levels:
         of = {"again": 0.0, "offload": 0.0, "keep": 0.0}
         for kind, count in kinds.items():
             of[level.actions.get(kind, "keep")] += count
         seconds = sum(again.get(kind, 0.0) for kind, action in level.actions.items() if action == "again")
-        options.append(Option(level, of["keep"], of["offload"], seconds))
+        options.append(Option(level, of["keep"], of["offload"], seconds, alive))
     return options
 
 
@@ -113,61 +130,92 @@ def make_plan(measured: Measured, static: float, tokens: int, budget: float) -> 
         budget: bytes on the device at the highest.
     """
     scale = tokens / measured.tokens
-    best: tuple[tuple[float, float], list[Option], float, float] | None = None
+    room = (budget - static) / scale
+    best: _Candidate | None = None
     for assignment in _assignments(options_of(measured), measured.layers):
-        peak = static + scale * _peak(assignment, measured)
-        seconds = scale * _seconds(assignment, measured)
-        # Of equals the smallest; where nothing fits, the smallest of all.
-        rank = (seconds, peak) if peak <= budget else (float("inf"), peak)
-        if best is None or rank < best[0]:
-            best = (rank, assignment, peak, seconds)
+        again = sum(option.seconds for option in assignment)
+        if best is not None and best.peak <= room and again > best.seconds:
+            continue  # before anything is waited for
+        for window in _WINDOWS if any(option.sent for option in assignment) else (_WINDOWS[0],):
+            peak = _peak(assignment, measured, window)
+            seconds = again + (_waits(assignment, measured, window) if peak <= room else 0.0)
+            found = _Candidate(assignment, window, peak, seconds)
+            if best is None or found.rank(room) < best.rank(room):
+                best = found
     assert best is not None
-    _, assignment, peak, seconds = best
+    peak, seconds = static + scale * best.peak, scale * best.seconds
     fits = peak <= budget
     reason = f"{tokens:,} tokens, {peak / 2**30:.2f} of {budget / 2**30:.2f} GiB expected" + (
         "" if fits else "; the least that can be had"
     )
     scaled = {
-        name_of(option.mode): Option(
-            option.mode, option.held * scale, option.sent * scale, option.seconds * scale
-        )
-        for option in options_of(measured)
-    }  # fmt: skip
-    return MemoryPlan(tuple(option.mode for option in assignment), peak, budget, seconds, scaled, reason)
+        name_of(mode): Option(mode, held * scale, sent * scale, again * scale, alive * scale)
+        for mode, held, sent, again, alive in options_of(measured)
+    }
+    modes = tuple(option.mode for option in best.assignment)
+    return MemoryPlan(modes, peak, budget, seconds, best.window, scaled, reason)
+
+
+class _Candidate(NamedTuple):
+    assignment: list[Option]
+    window: int
+    peak: float  # bytes above what was there before
+    seconds: float
+
+    def rank(self, room: float) -> tuple[float, float, float]:
+        """The fastest that fits, of equals the smallest; where nothing fits, the smallest, then the fastest."""
+        return (0.0, round(self.seconds, 7), self.peak) if self.peak <= room else (1.0, self.peak, self.seconds)
 
 
 def _assignments(options: list[Option], layers: int) -> Iterator[list[Option]]:
-    """Two modes, the first for the early layers. The last layer sends nothing: it would be asked for at once."""
+    """Two modes, and a last layer that sends nothing: it would be asked for at once."""
     staying = [option for option in options if not option.sent]
-    for late in options:
-        last = late if not late.sent else _twin(late, staying)
-        for early in options:
-            for count in range(layers) if early is not late else (0,):
-                yield [early] * count + [late] * (layers - 1 - count) + [last]
+    for place, small in enumerate(sorted(options, key=lambda option: option.held)):
+        for large in sorted(options, key=lambda option: option.held)[place:]:
+            for count in range(1, layers) if small is not large else (layers - 1,):
+                rest = layers - 1 - count
+                body = (
+                    _mixed(small, count, large, rest) if small.sent and large.sent else [small] * count + [large] * rest
+                )
+                for last in staying:
+                    yield [*body, last]
 
 
-def _twin(option: Option, staying: list[Option]) -> Option:
-    """The mode that runs the same again and sends nothing."""
-    return min(staying, key=lambda other: (abs(other.seconds - option.seconds), other.held))
+def _mixed(first: Option, count: int, second: Option, rest: int) -> list[Option]:
+    """So many of each, evenly spread."""
+    total = count + rest
+    return [second if (place + 1) * rest // total > place * rest // total else first for place in range(total)]
 
 
-def _peak(assignment: list[Option], measured: Measured) -> float:
-    size, layers = measured.input_bytes, len(assignment)
-    total = sum(option.held for option in assignment)
-    peak = measured.loss_bytes - layers * size + total
-    before = 0.0  # held by the layers before this one
-    arriving = 0.0  # of the layer before
-    for option in assignment:
-        # Run again, or kept: in the backward of a layer its own activations are all there, as they were measured.
-        peak = max(peak, measured.backward_bytes - (layers - 1) * size + before + arriving)
-        before, arriving = before + option.held, option.sent
-    return peak
+def _peak(assignment: list[Option], measured: Measured, window: int) -> float:
+    """Bytes at the highest, above what was there before the forward."""
+    size, layers, everything = measured.input_bytes, len(assignment), sum(measured.kinds.values())
+    held, sent = 0.0, [option.sent for option in assignment]
+    # The backward of a layer was measured with all its activations and all inputs.
+    backward = measured.backward_bytes - (layers - 1) * size - everything
+    peak = 0.0
+    for place, option in enumerate(assignment):
+        leaving = sum(sent[max(place - window + 1, 0) : place])
+        arriving = sent[place - 1] if place else 0.0
+        peak = max(peak, held + leaving + option.alive, held + arriving + backward + option.alive)
+        held += option.held
+    return max(peak, measured.loss_bytes - layers * size + held + sum(sent[-window:]))
 
 
-def _seconds(assignment: list[Option], measured: Measured) -> float:
-    seconds = sum(option.seconds for option in assignment)
-    sent = sum(option.sent for option in assignment)
-    if sent:
-        forward = _COPY_SHARE * measured.forward_seconds * len(assignment)
-        seconds += 2 * max(sent / measured.bandwidth - forward, 0.0)
-    return seconds
+def _waits(assignment: list[Option], measured: Measured, window: int) -> float:
+    """Seconds that the computing stream waits for copies."""
+    if not measured.bandwidth:
+        return 0.0
+    layer, copies = measured.forward_seconds, [option.sent / measured.bandwidth for option in assignment]
+    now = bus = 0.0
+    done: list[float] = []  # when the copies of each layer are
+    for place, copy in enumerate(copies):
+        if place >= window:
+            now = max(now, done[place - window])
+        now += layer
+        bus = max(bus, now) + copy
+        done.append(bus)
+    waited = max(now + measured.loss_seconds, bus) - layer * len(assignment) - measured.loss_seconds
+    for place, option in enumerate(assignment[1:]):
+        waited += max(copies[place] - _BACKWARD * layer - option.seconds, 0.0)
+    return waited

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -51,6 +52,7 @@ class Planner:
         self._first: tuple[int, int, int] = (0, 0, 0)  # tokens, static, peak when backward began
         self._backward_began = 0  # the peak by then
         self._peak_before = 0  # the peak of the first step
+        self._backward_mark: Any = None
         self._forward_marks: list[tuple[Any, Any]] = []
         self._again_marks: list[tuple[str, Any, Any]] = []
         self._kinds: Counter[str] = Counter()
@@ -92,6 +94,7 @@ class Planner:
     def backward_begins(self) -> None:
         """The last layer's output has its gradient."""
         self._backward_began = self._machine.memory(self._device).peak
+        self._backward_mark = self._machine.mark(self._device)
 
     @contextmanager
     def forward_of_a_layer(self) -> Iterator[None]:
@@ -119,7 +122,7 @@ class Planner:
         if self.plan is not None:
             size = len(self.plan.modes)
             # This forward goes on as plain checkpointing.
-            self.plan = MemoryPlan((RECOMPUTE,) * size, self.plan.peak, self.plan.budget, 0.0, {}, "out of memory")
+            self.plan = replace(self.plan, modes=(RECOMPUTE,) * size, reason="out of memory")
         message = (
             f"out of GPU memory with the planned checkpointing; planning for {self._share:.0%} of the budget from now "
             "on. Results are not affected"
@@ -147,6 +150,7 @@ class Planner:
             forward_seconds=statistics.median(machine.seconds(first, last) for first, last in self._forward_marks),
             loss_bytes=scale * (began - static),
             backward_bytes=scale * (self._peak_before - static),
+            loss_seconds=machine.seconds(self._forward_marks[-1][1], self._backward_mark),
             bandwidth=machine.bandwidth(self._device) if can_offload else 0.0,
             can_tell=bool(again),
         )

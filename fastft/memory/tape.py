@@ -23,8 +23,11 @@ from .offload import Group, Offloader, Parked
 
 Action = Literal["keep", "again", "offload"]
 
-# What layers make, and what nobody told of.
-KINDS = ("residual", "norm", "qkv", "attention input", "attention", "gate_up", "activation", "untold")
+# What layers make, and what nobody told of. "rotated" are q and k where norms and rotation make them of "qkv" again;
+# elsewhere q, k and v are the "attention input".
+KINDS = (
+    "residual", "norm", "qkv", "rotated", "attention input", "attention", "gate_up", "activation", "untold",
+)  # fmt: skip
 
 
 class Level(NamedTuple):
@@ -34,15 +37,16 @@ class Level(NamedTuple):
     actions: Mapping[str, Action]
 
 
-# From the fastest to the smallest.
-THIN = Level("thin", {"norm": "again", "activation": "again"})
-LEAN = Level("lean", {"norm": "again", "activation": "again", "gate_up": "again", "qkv": "again"})
+_CHEAP: dict[str, Action] = dict.fromkeys(("norm", "rotated", "activation"), "again")
+_SENT: dict[str, Action] = dict.fromkeys(("residual", "qkv", "attention input", "attention"), "offload")
 
-
-def offloaded(level: Level) -> Level:
-    """The same with the host in place of the device."""
-    sent: dict[str, Action] = {"residual": "offload", "attention input": "offload", "attention": "offload"}
-    return Level(f"{level.name}, offloaded", {**level.actions, **sent})
+# Products of matrices and attention are kept; or the largest products are made again as well.
+THIN = Level("thin", _CHEAP)
+LEAN = Level("lean", {**_CHEAP, "gate_up": "again"})
+# The same with the host in place of the device, for all but the largest products or for those as well.
+THIN_SENT = Level("thin, sent", {**_CHEAP, **_SENT})
+LEAN_SENT = Level("lean, sent", {**_CHEAP, **_SENT, "gate_up": "again"})
+ALL_SENT = Level("thin, all sent", {**_CHEAP, **_SENT, "gate_up": "offload"})
 
 
 class Made:

@@ -24,8 +24,8 @@ from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
 from .chunked import sequences_seen_by, with_temperature_of_documents
 from .dynamo import treat_as_constants
-from .projection import is_repeatable, project
-from .state import ATTRIBUTE, ModelState, state_of
+from .projection import project
+from .state import ATTRIBUTE, ModelState, ModuleState, state_of
 
 NAME = "fastft"
 
@@ -270,14 +270,18 @@ def forward(
     state = self.__dict__[ATTRIBUTE]
     shared, family = state.shared, state.family
     head_dim = self.head_dim
-    tape, projections = shared.tape, (self.q_proj, self.k_proj, self.v_proj)
-    q, k, v = project(shared, projections, hidden_states)
-    # Without norms on q and k, backward needs them after their rotation only.
-    if tape is not None and family.qk_norm and is_repeatable(projections):
-        tape.made((q, k, v), "qkv", functools.partial(project, shared, projections), hidden_states)
-    if family.qk_norm:
-        q, k = self.q_norm(_split_heads(q, head_dim)), self.k_norm(_split_heads(k, head_dim))
-    q, k = _rotate(self, shared, family.rope_layout, q, k, position_embeddings)
+    tape = shared.tape
+    q, k, v = project(shared, (self.q_proj, self.k_proj, self.v_proj), hidden_states)
+    normalise_and_rotate = functools.partial(_normalise_and_rotate, self, state, position_embeddings)
+    if tape is not None and family.qk_norm:
+        # Backward of the norms needs q and k as they are here, and those after their rotation are cheap to have again.
+        for x in (q, k, v):
+            tape.root(x, "qkv")
+        rotated = normalise_and_rotate(q, k)
+        tape.made(rotated, "rotated", normalise_and_rotate, q, k)
+        q, k = rotated
+    else:
+        q, k = normalise_and_rotate(q, k)
     if tape is not None:
         for x in (q, k, v):
             tape.root(x, "attention input")
@@ -299,6 +303,23 @@ def forward(
     if tape is not None:
         tape.root(out, "attention")
     return project(shared, (self.o_proj,), out.flatten(2))[0], weights
+
+
+def _normalise_and_rotate(
+    module: Any,
+    state: ModuleState,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    family = state.family
+    assert family is not None
+    if family.qk_norm:
+        q, k = (
+            module.q_norm(_split_heads(q, module.head_dim)),
+            module.k_norm(_split_heads(k, module.head_dim)),
+        )
+    return _rotate(module, state.shared, family.rope_layout, q, k, position_embeddings)
 
 
 def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:

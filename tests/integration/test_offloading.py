@@ -284,7 +284,7 @@ def test_other_hooks_on_saved_tensors_are_left_in_charge():
     assert_same(result, step(plain))
     counters = report(other).counters
     assert offloaded(other) == 0
-    assert counters["input kept: inside other saved-tensor hooks"] == LAYERS
+    assert counters["left alone: inside other saved-tensor hooks"] == LAYERS
 
 
 def test_inside_a_checkpoint_of_the_callers():
@@ -304,7 +304,7 @@ def test_a_checkpoint_function_that_is_not_torchs_is_left_in_charge():
     # As transformers makes one for offload=True, which needs a GPU.
     other._set_gradient_checkpointing(True, lambda function, *args: checkpoint(function, *args, use_reentrant=False))
     assert_same(step(other), step(plain))
-    assert report(other).counters["input kept: a checkpoint function that is not torch's own"] == LAYERS
+    assert report(other).counters["left alone: a checkpoint function that is not torch's own"] == LAYERS
 
 
 def test_without_a_gpu_it_is_off_and_the_report_says_why():

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastft import patch_model, report
-from fastft.memory.tape import LEAN, THIN, Level, offloaded
+from fastft.memory.tape import ALL_SENT, LEAN, LEAN_SENT, THIN, THIN_SENT, Level
 from fastft.modules.checkpointing import memories
 
 pytestmark = pytest.mark.gpu
@@ -21,19 +21,27 @@ LAYERS, HIDDEN, TOKENS = 12, 512, 4096
 INPUT_BYTES = TOKENS * HIDDEN * 2
 
 
+@pytest.fixture(autouse=True)
+def deterministic():
+    """FlashAttention's backward adds in any order otherwise. What is not written is NaN besides."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def model_of(**config):
     torch.manual_seed(0)
     shape = {"hidden_size": HIDDEN, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1 << 20}
     model = LlamaForCausalLM(LlamaConfig(**{**shape, **heads, **config})).to("cuda", torch.bfloat16).train()
     adapter = LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, adapter)
+    return get_peft_model(model, adapter, autocast_adapter_dtype=False)  # as under autocast: one dtype everywhere
 
 
 def pair(**config):
     plain = model_of(**config)
     other = copy.deepcopy(plain)
-    patch_model(plain, checkpointing="recompute", attention="sdpa")  # its backward is deterministic here
+    patch_model(plain, checkpointing="recompute", attention="sdpa")
     patch_model(other, checkpointing="offload", attention="sdpa")
     memories(other)[0].smallest = 1
     for model in (plain, other):
@@ -145,7 +153,7 @@ def test_two_hundred_steps_leak_nothing_on_either_side():
 
 
 @pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("level", [THIN, LEAN, offloaded(THIN), offloaded(LEAN)], ids=lambda level: level.name)
+@pytest.mark.parametrize("level", [THIN, LEAN, THIN_SENT, LEAN_SENT], ids=lambda level: level.name)
 def test_layers_that_keep_a_part_have_the_gradients_of_layers_that_keep_everything(level, lora):
     plain = model_of() if lora else model_of().unload()
     other = copy.deepcopy(plain)
@@ -169,8 +177,8 @@ def test_layers_that_keep_a_part_have_the_gradients_of_layers_that_keep_everythi
 
 def test_what_a_layer_keeps_shrinks_level_by_level():
     after = []
-    for level in (Level("keep", {}), THIN, LEAN, offloaded(LEAN)):
-        model = model_of()
+    for level in (Level("keep", {}), THIN, LEAN, LEAN_SENT):
+        model = model_of(hidden_size=1024, intermediate_size=4096)
         patch_model(model, checkpointing="selective")
         (memory,) = memories(model)
         memory.mode, memory.smallest = level, 1
@@ -184,7 +192,9 @@ def test_what_a_layer_keeps_shrinks_level_by_level():
         after.append(held / LAYERS / TOKENS)
     print("bytes per layer and token:", [round(held) for held in after])
     keep, thin, lean, away = after
-    assert thin < keep - 0.9 * 2 * (2 * HIDDEN + 2 * 1024) and lean < thin - 0.9 * 2 * 2 * 1024 and away < 0.5 * lean
+    hidden, width = 1024, 4096
+    assert thin <= keep - 0.98 * 2 * (2 * hidden + 2 * width)  # two norms, the activation and its product
+    assert lean <= thin - 0.98 * 2 * 2 * width and away < 0.5 * lean
 
 
 @pytest.mark.parametrize("budget", [None, "auto", "half way"])
@@ -229,4 +239,4 @@ def test_pinned_memory_is_what_the_first_step_needs():
     model(**batch(0)).loss.backward()
     (memory,) = memories(model)
     assert memory.host_bytes == (LAYERS - 1) * INPUT_BYTES
-    assert next(iter(memory._offloader.pool._segments)).memory.is_pinned()
+    assert not memory._offloader.pool.refused

@@ -13,12 +13,12 @@ from memory_machines import EarlyLane, LateLane, machine
 from peft import LoraConfig, get_peft_model
 
 from fastft import patch_model, report, unpatch_model
-from fastft.memory.tape import LEAN, THIN, Level, offloaded
+from fastft.memory.tape import ALL_SENT, KINDS, LEAN, LEAN_SENT, THIN, THIN_SENT, Level
 from fastft.modules.checkpointing import memories
 
 KEEP = Level("keep", {})
-ALL_SENT = Level("everything", dict.fromkeys(("residual", "norm", "qkv", "attention input", "attention"), "offload"))
-LEVELS = [KEEP, THIN, LEAN, offloaded(THIN), offloaded(LEAN), ALL_SENT]
+EVERYTHING = Level("everything", dict.fromkeys(KINDS, "offload"))
+LEVELS = [KEEP, THIN, LEAN, THIN_SENT, LEAN_SENT, ALL_SENT, EVERYTHING]
 
 
 def lora_model(dropout=0.0, **config):
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_keeping_everything_to_the_bit(family, lora, leve
     assert memories(other)[0].host_bytes_in_use == 0
 
 
-@pytest.mark.parametrize("level", [THIN, offloaded(LEAN)], ids=lambda level: level.name)
+@pytest.mark.parametrize("level", [THIN, LEAN_SENT], ids=lambda level: level.name)
 def test_under_autocast(level):
     plain, other = pair(level)
     results = []
@@ -77,7 +77,7 @@ def test_under_autocast(level):
 
 
 def test_packed_rows():
-    plain, other = pair(offloaded(LEAN), family="qwen3")
+    plain, other = pair(LEAN_SENT, family="qwen3")
     ids = torch.randint(1, 60, (1, 40))
     positions = torch.cat([torch.arange(length) for length in (13, 1, 26)])[None]
     results = []
@@ -94,7 +94,7 @@ def test_dropout_of_adapters_is_never_drawn_again():
 
 
 def test_a_second_backward_and_several_forwards():
-    plain, other = pair(offloaded(LEAN), lane=EarlyLane)
+    plain, other = pair(LEAN_SENT, lane=EarlyLane)
     results = []
     for model in (plain, other):
         first, second = (model(**batch(seed=seed)).loss for seed in (1, 2))
@@ -163,7 +163,7 @@ def test_stock_modules_are_kept_whole():
 
 
 def test_steps_that_break_off_leave_nothing_behind():
-    plain, other = pair(offloaded(LEAN))
+    plain, other = pair(LEAN_SENT)
     (memory,) = memories(other)
     layer = other.base_model.model.model.layers[3]
 
