@@ -226,7 +226,8 @@ def measure(setup: Setup, name: str, peaks: dict[str, float | None], bandwidth: 
     steps: list[list[Any]] = []
     left = 0
     for number in range(args.warmup + args.steps):
-        if number == args.warmup and device.type == "cuda":
+        # The planner reads the peak in its first two steps: it must not be that of the way before.
+        if number in (0, args.warmup) and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         marks, left, _ = run_step(setup, batch, context)
         synchronize(device)
@@ -240,6 +241,7 @@ def measure(setup: Setup, name: str, peaks: dict[str, float | None], bandwidth: 
     step_ms, forward_ms, backward_ms = (
         [milliseconds(marks[a], marks[b]) for marks in steps[args.warmup :]] for a, b in ((0, 2), (0, 1), (1, 2))
     )
+    report = library().report(setup.model)
     return {
         "step_ms": step_ms,
         "step_ms_median": statistics.median(step_ms),
@@ -255,7 +257,8 @@ def measure(setup: Setup, name: str, peaks: dict[str, float | None], bandwidth: 
         "budget": budget,
         "loss": loss.item(),
         "gradient_sum": gradient_sum(setup.model),
-        "stack_report": stacks.summarise_report(library().report(setup.model)),
+        "stack_report": stacks.summarise_report(report),
+        "measured_by_the_planner": report.memory.measured._asdict() if report.memory is not None else None,
     }
 
 

@@ -63,6 +63,7 @@ class MemoryPlan:
         window: layers whose tensors may be leaving at a time.
         options: the costs that the plan was made from, by the name of the mode.
         reason: in words.
+        measured: what it was made from.
     """
 
     modes: tuple[Mode, ...]
@@ -72,6 +73,7 @@ class MemoryPlan:
     window: int
     options: Mapping[str, Option]
     reason: str
+    measured: Measured
 
     def rows(self) -> Iterator[tuple[str, str, Option]]:
         """(layers, mode, cost of one), neighbours of one mode together."""
@@ -153,7 +155,7 @@ def make_plan(measured: Measured, static: float, tokens: int, budget: float) -> 
         for mode, held, sent, again, alive in options_of(measured)
     }
     modes = tuple(option.mode for option in best.assignment)
-    return MemoryPlan(modes, peak, budget, seconds, best.window, scaled, reason)
+    return MemoryPlan(modes, peak, budget, seconds, best.window, scaled, reason, measured)
 
 
 class _Candidate(NamedTuple):

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastft import patch_model, report
-from fastft.memory.tape import ALL_SENT, LEAN, LEAN_SENT, THIN, THIN_SENT, Level
+from fastft.memory.tape import LEAN, LEAN_SENT, THIN, THIN_SENT, Level
 from fastft.modules.checkpointing import memories
 
 pytestmark = pytest.mark.gpu
