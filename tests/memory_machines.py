@@ -96,7 +96,8 @@ class Clockwork:
 
     def __init__(self, free: int = 1 << 40) -> None:
         self.now = 0.0
-        self.state = MemoryState(0, 0, free)
+        self.free = free
+        self.state = MemoryState(0, 0)
 
     def machine(self, lane: Callable[[], Any] = LateLane) -> Machine:
         def mark(_: torch.device) -> float:
@@ -105,6 +106,6 @@ class Clockwork:
 
         able = Verdict(True, "a test")
         return Machine(
-            lambda _: lane(), Pins(), lambda _: able, lambda _: able, lambda _: self.state, mark,
+            lambda _: lane(), Pins(), lambda _: able, lambda _: able, lambda _: self.state, lambda _: self.free, mark,
             lambda first, last: last - first, lambda _: 1e9,
         )  # fmt: skip

@@ -19,7 +19,6 @@ class MemoryState(NamedTuple):
 
     allocated: int
     peak: int  # the most that was ever allocated
-    free: int  # that can be allocated still
 
 
 def offload_verdict(capability: GPUCapability) -> Verdict:
@@ -38,9 +37,13 @@ def _plan_verdict(device: torch.device) -> Verdict:
 
 
 def _cuda_memory(device: torch.device) -> MemoryState:
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    return MemoryState(allocated, torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[0] + unused)
+    stats = torch.cuda.memory_stats(device)  # once for both: torch makes a dict of all its counts
+    return MemoryState(stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0))
+
+
+def _cuda_free(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _cuda_mark(device: torch.device) -> torch.cuda.Event:
@@ -70,6 +73,7 @@ class Machine(NamedTuple):
     can_offload: Callable[[torch.device], Verdict] = lambda device: offload_verdict(probe(device))
     can_plan: Callable[[torch.device], Verdict] = _plan_verdict
     memory: Callable[[torch.device], MemoryState] = _cuda_memory
+    free: Callable[[torch.device], int] = _cuda_free  # bytes that can be allocated still
     mark: Callable[[torch.device], Any] = _cuda_mark  # a point in the computing stream
     seconds: Callable[[Any, Any], float] = _cuda_seconds  # between two; the host may wait
     bandwidth: Callable[[torch.device], float] = _cuda_bandwidth

@@ -83,7 +83,7 @@ class Planner:
             self._again_marks.clear()
             self._kinds.clear()
         elif self._tokens:
-            self.plan = self._plan_for(self._tokens, memory.free)
+            self.plan = self._plan_for(self._tokens)
 
     def mode_of(self, index: int, count: int) -> Mode:
         """What becomes of layer `index` of `count` in this forward."""
@@ -157,7 +157,7 @@ class Planner:
         self._forward_marks.clear()
         self._again_marks.clear()
 
-    def _plan_for(self, tokens: int, free: int) -> MemoryPlan:
+    def _plan_for(self, tokens: int) -> MemoryPlan:
         assert self._measured is not None
         grain = max(1, 1 << (tokens.bit_length() - 4))
         rounded = -(-tokens // grain) * grain
@@ -166,7 +166,7 @@ class Planner:
         if self._budget is None:
             budget = self._static + plain
         elif self._budget == "auto":
-            budget = self._static + free * _FREE_SHARE
+            budget = self._static + self._machine.free(self._device) * _FREE_SHARE
         else:
             budget = float(self._budget)
         if self._static > self._planned_static + _GROWN * budget:

@@ -52,9 +52,9 @@ def lora_pair(budget, clock=None, family="qwen3"):
 def measure(model, clock, static=0, plain=8 * GIB, steps=2):
     """The steps that are measured, told that each takes `plain` bytes."""
     for number in range(steps):
-        clock.state = MemoryState(static, max(clock.state.peak, static), clock.state.free)  # a peak only rises
+        clock.state = MemoryState(static, max(clock.state.peak, static))  # a peak only rises
         loss = model(**batch(seed=number)).loss
-        clock.state = MemoryState(static, static + plain, clock.state.free)
+        clock.state = MemoryState(static, static + plain)
         loss.backward()
         gradients(model)
 
@@ -67,7 +67,7 @@ def modes(memory):
 def test_results_do_not_depend_on_the_budget(budget):
     plain, other, memory, clock = lora_pair(budget)
     for number in range(5):
-        clock.state = MemoryState(0, 100_000, 1 << 40)
+        clock.state = MemoryState(0, 100_000)
         assert_same(step(other, seed=number), step(plain, seed=number))
     assert len(memory.plan.modes) == LAYERS
 
@@ -109,7 +109,7 @@ def test_a_forward_without_backward_is_not_taken_for_a_step():
 def test_by_default_the_budget_is_what_plain_checkpointing_takes():
     _, model, memory, clock = lora_pair(None)
     measure(model, clock, static=100, plain=300_000)
-    clock.state = MemoryState(100, 300_100, 1 << 40)
+    clock.state = MemoryState(100, 300_100)
     step(model)
     assert 300_000 <= memory.plan.budget <= 1.13 * 300_100 and memory.plan.peak <= memory.plan.budget
 
@@ -117,7 +117,7 @@ def test_by_default_the_budget_is_what_plain_checkpointing_takes():
 def test_auto_is_most_of_what_is_free():
     _, model, memory, clock = lora_pair("auto", Clockwork(free=10_000_000))
     measure(model, clock, static=100)
-    clock.state = MemoryState(100, 0, 10_000_000)
+    clock.state = MemoryState(100, 0)
     step(model)
     assert memory.plan.budget == pytest.approx(100 + 0.92 * 10_000_000)
 
@@ -125,7 +125,7 @@ def test_auto_is_most_of_what_is_free():
 def test_a_larger_batch_is_planned_anew_and_a_known_one_is_not():
     _, model, memory, clock = lora_pair(400_000)
     measure(model, clock, plain=200_000)
-    clock.state = MemoryState(0, 0, 1 << 40)
+    clock.state = MemoryState(0, 0)
     step(model)
     small = memory.plan
     step(model, rows=8, length=40)
@@ -138,10 +138,10 @@ def test_a_larger_batch_is_planned_anew_and_a_known_one_is_not():
 def test_plans_are_made_anew_when_other_things_take_more_memory():
     _, model, memory, clock = lora_pair(400_000)
     measure(model, clock, plain=200_000)
-    clock.state = MemoryState(0, 0, 1 << 40)
+    clock.state = MemoryState(0, 0)
     step(model)
     before = memory.plan
-    clock.state = MemoryState(250_000, 0, 1 << 40)  # an optimizer's state
+    clock.state = MemoryState(250_000, 0)  # an optimizer's state
     step(model)
     assert memory.plan is not before and memory.plan.seconds > before.seconds
 
@@ -181,7 +181,7 @@ def test_stock_layers_are_kept_or_run_again():
     memory = ActivationMemory(RECOMPUTE, clock.machine(), smallest=1, budget=Budget(150_000))
     checkpointing.install(model, memory)
     measure(model, clock, plain=100_000)
-    clock.state = MemoryState(0, 0, 1 << 40)
+    clock.state = MemoryState(0, 0)
     assert_same(step(model), step(plain))
     assert not any(isinstance(mode, type(LEAN)) for mode in memory.plan.modes)
 

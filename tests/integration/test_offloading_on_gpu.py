@@ -23,10 +23,14 @@ INPUT_BYTES = TOKENS * HIDDEN * 2
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """FlashAttention's backward adds in any order otherwise. What is not written is NaN besides."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Attention of plain products: FlashAttention's backward adds in any order."""
+    switches = ("flash_sdp", "mem_efficient_sdp", "cudnn_sdp")
+    before = {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in switches}
+    for name in switches:
+        getattr(torch.backends.cuda, f"enable_{name}")(False)
     yield
-    torch.use_deterministic_algorithms(False)
+    for name, enabled in before.items():
+        getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
 def model_of(**config):

@@ -166,7 +166,7 @@ def test_lora_under_autocast(family, checkpointing):
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
     stock = get_peft_model(small_model(family), config).train()
     stock.get_input_embeddings().requires_grad_(True)  # evaluate() compares the gradient there as well
-    model = patch_model(copy.deepcopy(stock))
+    model = patch_model(copy.deepcopy(stock), checkpointing="recompute")  # every layer runs twice
     truth = without_scalars(separately(stock, packed(), LENGTHS))
     if checkpointing:
         for each in (stock, model):
@@ -264,7 +264,7 @@ def trained(folder, model, tokenizer, checkpointing):
 def test_sft_trainer(tmp_path, checkpointing):
     tokenizer = demo_model()[1]
     stock = small_model("llama", vocab_size=VOCABULARY, attn_implementation="sdpa")
-    model = patch_model(copy.deepcopy(stock))
+    model = patch_model(copy.deepcopy(stock), checkpointing="recompute")  # every layer runs twice
     theirs = trained(tmp_path / "stock", stock, tokenizer, checkpointing)
     ours = trained(tmp_path / "ours", model, tokenizer, checkpointing)
     assert len(ours.losses) == STEPS
