@@ -41,7 +41,8 @@ class PatchConfig:
             input that waits in host memory, which frees layers x tokens x hidden x bytes of the GPU. "recompute" keeps
             the inputs on the GPU, as stock does; False leaves Hugging Face's function alone. The gradients are the
             same. Nothing is checkpointed that the caller did not ask to be. "auto" measures two steps and plans the
-            fastest that takes at most the memory of plain checkpointing.
+            fastest that takes at most the memory of plain checkpointing. With several processes it plans nothing: plans
+            could differ where layers communicate.
         memory_budget: bytes of GPU memory at the highest, or "auto" for what is free, within which "auto" plans
             instead, keeping as much as fits. Given, layers are planned whether checkpointing is switched on or not.
     """

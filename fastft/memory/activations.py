@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import Counter
@@ -10,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .host import HostPool, host_memory_available
+from ..capability import Verdict
+from .host import host_memory_available
 from .machine import Machine
 from .offload import Group, Offloader, Parked
 from .plan import MemoryPlan, Mode
@@ -64,7 +66,9 @@ class ActivationMemory:
         self._sent_before = 0  # bytes, by the last layer that was told of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationMemory:
-        return ActivationMemory(self.mode, self.machine, self.smallest, self.budget)
+        copy = ActivationMemory(self.mode, self.machine, self.smallest, self.budget)
+        copy.switched_on = self.switched_on
+        return copy
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _forgotten, ()
@@ -120,6 +124,8 @@ class ActivationMemory:
         if self.planner is None:
             return self.mode
         verdict = self.machine.can_plan(x.device)
+        if verdict and not self.planner.is_of(x.device):
+            verdict = Verdict(False, "layers on several devices")
         if verdict:
             return self.planner.mode_of(index, count)
         self.counters[f"not planned: {verdict.reason}"] += 1
@@ -179,9 +185,8 @@ class ActivationMemory:
     def offloader(self) -> Offloader:
         """Made when the first tensor leaves."""
         if self._offloader is None:
-            # The pool drains through the offloader, which holds the pool.
-            pool = HostPool(self.machine.pin, int(host_memory_available() * HOST_SHARE), lambda: offloader.drain())
-            offloader = self._offloader = Offloader(pool, self.machine.lane_of)
+            share = HOST_SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank of this host asks for its own
+            self._offloader = Offloader(self.machine.pin, int(host_memory_available() * share), self.machine.lane_of)
         return self._offloader
 
 

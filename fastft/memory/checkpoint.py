@@ -77,7 +77,7 @@ class LayerCheckpoint:
             memory.counters[f"input kept: {problem}"] += 1
             return self.inner(function, *args)
         group = memory.group_of(self.index)
-        pack = functools.partial(self._pack, group, args[0].data_ptr())
+        pack = functools.partial(self._pack, group, args[0])
         with saved_tensors_hooks(pack, memory.offloader.fetch):
             return self.inner(function, *args)
 
@@ -123,7 +123,8 @@ class LayerCheckpoint:
         if self.index == self.count - 1 and self.memory.is_measuring and self.memory.planner is not None:
             output = result[0] if isinstance(result, tuple) else result
             planner = self.memory.planner
-            output.register_hook(lambda _: planner.backward_begins())
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda _: planner.backward_begins())
 
     def _why_aside(self) -> str:
         # Someone else moves or recomputes saved tensors. Of two hooks only the inner one runs, so theirs would not.
@@ -131,8 +132,10 @@ class LayerCheckpoint:
             return "inside other saved-tensor hooks"
         return "" if is_torch_checkpoint(self.inner) else "a checkpoint function that is not torch's own"
 
-    def _pack(self, group: Group, input_address: int, tensor: torch.Tensor) -> Parked:
-        if tensor.data_ptr() == input_address:
+    def _pack(self, group: Group, x: torch.Tensor, tensor: torch.Tensor) -> Parked:
+        # Autograd may hand over another tensor object; a view of the input is not the input.
+        same = tensor.data_ptr() == x.data_ptr() and tensor.size() == x.size() and tensor.stride() == x.stride()
+        if same:
             return self.memory.pack_input(tensor, group, self.index, self.count)
         return self.memory.offloader.keep(tensor, group)
 

@@ -188,7 +188,12 @@ def cuda_pin(memory: torch.Tensor) -> Callable[[], None] | str:
         _clear_error()
         return f"cudaHostRegister of {memory.numel() / 2**20:,.0f} MiB failed with error {status}; see ulimit -l"
     address = memory.data_ptr()
-    return lambda: cudart.cudaHostUnregister(address)
+
+    def undo() -> None:
+        torch.cuda.synchronize()  # copies may be under way still, from a model that is gone
+        cudart.cudaHostUnregister(address)
+
+    return undo
 
 
 def _clear_error() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 
 from ..capability import GPUCapability, Verdict, probe
 from .host import Pin, cuda_pin
@@ -19,6 +20,7 @@ class MemoryState(NamedTuple):
 
     allocated: int
     peak: int  # the most that was ever allocated
+    ooms: int = 0  # times it ran out
 
 
 def offload_verdict(capability: GPUCapability) -> Verdict:
@@ -33,12 +35,18 @@ def offload_verdict(capability: GPUCapability) -> Verdict:
 def _plan_verdict(device: torch.device) -> Verdict:
     if device.type != "cuda":
         return Verdict(False, f"{device.type}: memory is planned on CUDA devices only")
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        # A layer that one rank runs again and another keeps would wait for ever where layers communicate.
+        return Verdict(False, "several processes, whose plans could differ")
     return Verdict(True, "the allocator counts its bytes")
 
 
 def _cuda_memory(device: torch.device) -> MemoryState:
     stats = torch.cuda.memory_stats(device)  # once for both: torch makes a dict of all its counts
-    return MemoryState(stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0))
+    return MemoryState(
+        stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0), stats.get("num_ooms", 0)
+    )
 
 
 def _cuda_free(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .host import HostBlock, HostPool
+from .host import HostBlock, HostPool, Pin
 from .lanes import Lane
 
 # Layers whose tensors may be on their way out at a time, where no plan says so. Copies may take this long before
@@ -115,12 +115,14 @@ class Offloader:
     """Sends tensors of one model to the host and back. Safe in the threads of autograd.
 
     Args:
-        pool: host memory.
+        pin: page-locks host memory.
+        limit: bytes of it at most.
         lane_of: makes the lane of a device, at its first use.
     """
 
-    def __init__(self, pool: HostPool, lane_of: Callable[[torch.device], Lane]) -> None:
-        self.pool = pool
+    def __init__(self, pin: Pin, limit: int, lane_of: Callable[[torch.device], Lane]) -> None:
+        self_reference = weakref.ref(self)  # no cycle: memory is given back as soon as the model is gone
+        self.pool = HostPool(pin, limit, lambda: _drain(self_reference()))
         self.window = WINDOW
         self._lane_of = lane_of
         self._ports: dict[torch.device, _Port] = {}
@@ -136,13 +138,16 @@ class Offloader:
         """Starts a tensor's way out.
 
         Args:
-            tensor: dense, without overlap, on a device.
+            tensor: on a device.
             group: of the layer that sends it.
             to_come: bytes that will be sent after it in the same forward.
 
         Returns:
-            What `fetch` takes. The tensor has stayed where it is if there is no host memory for it.
+            What `fetch` takes. The tensor has stayed where it is if there is no host memory for it, or if it is not
+            dense.
         """
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            return self.keep(tensor, group)  # its strides reach beyond its own bytes
         with self._lock, torch.inference_mode(False):
             port = self._port(tensor.device)
             port.begin(group, self.window)
@@ -219,3 +224,8 @@ class Offloader:
         if device not in self._ports:
             self._ports[device] = _Port(self._lane_of(device))
         return self._ports[device]
+
+
+def _drain(offloader: Offloader | None) -> None:
+    if offloader is not None:
+        offloader.drain()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,7 +26,17 @@ logger = logging.getLogger("fastft")
 # Of the memory that is free: what fragments and what the planner cannot see takes the rest.
 _FREE_SHARE = 0.92
 _TIGHTER = 0.9
-_GROWN = 0.01  # of the budget: by how much other things may grow before all plans are made anew
+_CHANGED = 0.01  # of the budget: by how much what other things take may change before plans are made anew
+_REMEASURE = 2  # times the tokens that were measured: a larger batch is measured itself
+
+
+class _Step(NamedTuple):
+    """The memory of one step with every layer checkpointed."""
+
+    tokens: int
+    static: int  # bytes before the forward
+    at_loss: int  # the peak until backward began
+    at_end: int  # and until it ended
 
 
 class Planner:
@@ -41,64 +51,75 @@ class Planner:
     def __init__(self, machine: Machine, budget: int | Literal["auto"] | None) -> None:
         self._machine, self._budget = machine, budget
         self.plan: MemoryPlan | None = None
+        self.is_off = False  # for good
         self._plans: dict[int, MemoryPlan] = {}
-        self._forwards = 0
-        self._device = torch.device("cpu")
-        self._tokens = 0
-        self._static = 0  # bytes before this forward
         self._planned_static = 0
-        self._share = 1.0  # of the budget, less after an out-of-memory
-        # What the first two forwards tell.
-        self._first: tuple[int, int, int] = (0, 0, 0)  # tokens, static, peak when backward began
-        self._backward_began = 0  # the peak by then
-        self._peak_before = 0  # the peak of the first step
+        self._share = 1.0  # of the budget beyond what other things take, less after an out-of-memory
+        self._ooms = 0
+        self._device: torch.device | None = None
+        self._tokens = 0  # of this forward
+        self._static = 0  # bytes before it
+        self._input_bytes = 0
+        self._measured: Measured | None = None
+        self._first: _Step | None = None
+        self._phase = 0  # 1 and 2: the forwards that are measured
+        self._loss_peak = self._end_peak = 0  # of this step, once backward began and ended
         self._backward_mark: Any = None
         self._forward_marks: list[tuple[Any, Any]] = []
         self._again_marks: list[tuple[str, Any, Any]] = []
         self._kinds: Counter[str] = Counter()
-        self._input_bytes = 0
-        self._measured: Measured | None = None
 
     @property
     def is_measuring(self) -> bool:
         """Whether layers run as plain checkpointing has them, and are timed."""
-        return self._measured is None and self._forwards > 0
+        return self._measured is None and self._phase > 0 and not self.is_off
+
+    def is_of(self, device: torch.device) -> bool:
+        """Whether the plan is for the layers on a device."""
+        return self._device in (None, device)
 
     def begin(self, x: torch.Tensor, layers: int) -> None:
         """A forward with gradients begins with x, [B, L, H], the input of the first of `layers` layers."""
-        before = self._tokens
-        self._device, self._tokens = x.device, x.shape[:-1].numel()
-        memory = self._machine.memory(x.device)
-        self._forwards += 1
-        if self._measured is None and self._forwards == 2 and self._backward_began:
-            self._first = (before, self._static, self._backward_began)
-            self._peak_before, self._backward_began = memory.peak, 0
-        elif self._measured is None and self._forwards > 2:
-            self._finish_measuring(before, layers)
-        self._static, self._input_bytes = memory.allocated, x.nbytes
+        tokens, memory = x.shape[:-1].numel(), self._machine.memory(x.device)
+        if self.is_off:
+            return
+        if memory.ooms > self._ooms and self.plan is not None:
+            self.tighten()
+        self._ooms = memory.ooms
+        if self._measured is None and self._phase:
+            self._learn(layers)
+        if self._measured is not None and tokens > _REMEASURE * self._measured.tokens:
+            self._restart()
+        self._device, self._tokens, self._static, self._input_bytes = x.device, tokens, memory.allocated, x.nbytes
         if self._measured is None:
-            if not self._first[0]:
-                self._forwards = 1  # a forward without its backward tells nothing
-            self._forward_marks.clear()
-            self._again_marks.clear()
-            self._kinds.clear()
-        elif self._tokens:
-            self.plan = self._plan_for(self._tokens)
+            self._phase = max(self._phase, 1)
+            self._loss_peak = self._end_peak = 0
+            self._forward_marks, self._again_marks, self._kinds = [], [], Counter()
+        else:
+            self.plan = self._plan_for(tokens) if tokens else None
 
     def mode_of(self, index: int, count: int) -> Mode:
         """What becomes of layer `index` of `count` in this forward."""
         if self.plan is not None and len(self.plan.modes) == count:
             return self.plan.modes[index]
-        return LEAN if self._measured is None and self._forwards == 2 and index == count - 1 else RECOMPUTE
+        return LEAN if self.is_measuring and self._phase == 2 and index == count - 1 else RECOMPUTE
 
     def backward_begins(self) -> None:
         """The last layer's output has its gradient."""
-        self._backward_began = self._machine.memory(self._device).peak
+        assert self._device is not None
+        self._loss_peak = self._machine.memory(self._device).peak
         self._backward_mark = self._machine.mark(self._device)
+        # Before the optimizer: what it allocates is none of the step's activations.
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        assert self._device is not None
+        self._end_peak = self._machine.memory(self._device).peak
 
     @contextmanager
     def forward_of_a_layer(self) -> Iterator[None]:
         """Around the forward of a checkpointed layer while measuring."""
+        assert self._device is not None
         first = self._machine.mark(self._device)
         yield
         self._forward_marks.append((first, self._machine.mark(self._device)))
@@ -106,6 +127,7 @@ class Planner:
     @contextmanager
     def making_again(self, kind: str) -> Iterator[None]:
         """Around what makes tensors of a kind again while measuring."""
+        assert self._device is not None
         first = self._machine.mark(self._device)
         yield
         self._again_marks.append((kind, first, self._machine.mark(self._device)))
@@ -115,64 +137,87 @@ class Planner:
         if self.is_measuring:
             self._kinds = Counter(kinds)
 
-    def tighten(self) -> str:
-        """Memory has run out. Plans are made for less from now on; what to tell the user."""
+    def tighten(self) -> None:
+        """Memory has run out: plans are made for less from now on, and this forward goes on as plain checkpointing."""
+        if self._measured is None:
+            self.is_off = True
+            logger.warning("out of GPU memory while a step was measured; layers are checkpointed as stock has them")
+            return
         self._share *= _TIGHTER
         self._plans.clear()
+        if self._device is not None:
+            self._ooms = self._machine.memory(self._device).ooms
         if self.plan is not None:
-            size = len(self.plan.modes)
-            # This forward goes on as plain checkpointing.
-            self.plan = replace(self.plan, modes=(RECOMPUTE,) * size, reason="out of memory")
-        message = (
-            f"out of GPU memory with the planned checkpointing; planning for {self._share:.0%} of the budget from now "
-            "on. Results are not affected"
-        )
-        logger.warning(message)
-        return message
+            self.plan = replace(self.plan, modes=(RECOMPUTE,) * len(self.plan.modes), reason="out of memory")
+        logger.warning(
+            "out of GPU memory with the planned checkpointing; planning for %.0f%% of the budget from now on. Results "
+            "are not affected", 100 * self._share,
+        )  # fmt: skip
 
-    def _finish_measuring(self, tokens: int, layers: int) -> None:
-        if not (self._forward_marks and self._kinds and self._backward_began):
-            self._forwards = 2  # no backward, or no layer that tells anything: once more
+    def _restart(self) -> None:
+        """Forgets what was measured."""
+        self.plan, self._measured, self._first = None, None, None
+        self._plans.clear()
+        self._phase = 0
+
+    def _learn(self, layers: int) -> None:
+        """What the forward before this one tells; one without a whole backward, or without tokens, tells nothing."""
+        if not self._end_peak or not self._tokens:
             return
-        machine, kinds = self._machine, self._kinds
-        again: Counter[str] = Counter()
-        for kind, first, last in self._again_marks:
-            again[kind] += machine.seconds(first, last)  # type: ignore[assignment]
-        can_offload = machine.can_offload(self._device)
-        first_tokens, static, began = self._first
-        scale = tokens / first_tokens
-        self._measured = Measured(
-            tokens=tokens,
+        if self._phase == 1:
+            found = _Step(self._tokens, self._static, self._loss_peak, self._end_peak)
+            # Somebody may have reset the count of the peak.
+            if found.at_loss > found.static and found.at_end - found.static >= layers * self._input_bytes:
+                self._first, self._phase = found, 2
+        elif self._kinds and self._forward_marks:
+            self._measured = self._measurement(layers)
+
+    def _measurement(self, layers: int) -> Measured:
+        first, machine, device = self._first, self._machine, self._device
+        assert first is not None and device is not None
+        again: dict[str, float] = {}
+        for kind, start, end in self._again_marks:
+            again[kind] = again.get(kind, 0.0) + machine.seconds(start, end)
+        scale = self._tokens / first.tokens
+        return Measured(
+            tokens=self._tokens,
             layers=layers,
             input_bytes=self._input_bytes,
-            kinds=dict(kinds),
-            again_seconds=dict(again),
-            forward_seconds=statistics.median(machine.seconds(first, last) for first, last in self._forward_marks),
-            loss_bytes=scale * (began - static),
-            backward_bytes=scale * (self._peak_before - static),
+            kinds=dict(self._kinds),
+            again_seconds=again,
+            forward_seconds=statistics.median(machine.seconds(start, end) for start, end in self._forward_marks),
+            loss_bytes=scale * (first.at_loss - first.static),
+            backward_bytes=scale * (first.at_end - first.static),
             loss_seconds=machine.seconds(self._forward_marks[-1][1], self._backward_mark),
-            bandwidth=machine.bandwidth(self._device) if can_offload else 0.0,
+            bandwidth=machine.bandwidth(device) if machine.can_offload(device) else 0.0,
             can_tell=bool(again),
         )
-        self._forward_marks.clear()
-        self._again_marks.clear()
+
+    def _budget_for(self, tokens: int, static: float) -> float:
+        assert self._measured is not None and self._device is not None
+        free = self._static + self._machine.free(self._device) * _FREE_SHARE
+        if self._budget == "auto":
+            return free
+        if self._budget is not None:
+            return min(float(self._budget), free)
+        plain = max(self._measured.loss_bytes, self._measured.backward_bytes) * tokens / self._measured.tokens
+        return min(static + plain, free)
 
     def _plan_for(self, tokens: int) -> MemoryPlan:
         assert self._measured is not None
-        grain = max(1, 1 << (tokens.bit_length() - 4))
+        grain = 1 << max(tokens.bit_length() - 4, 0)
         rounded = -(-tokens // grain) * grain
-        measured = self._measured
-        plain = max(measured.loss_bytes, measured.backward_bytes) * rounded / measured.tokens
-        if self._budget is None:
-            budget = self._static + plain
-        elif self._budget == "auto":
-            budget = self._static + self._machine.free(self._device) * _FREE_SHARE
-        else:
-            budget = float(self._budget)
-        if self._static > self._planned_static + _GROWN * budget:
+        known = self._plans.get(rounded)
+        if known is not None:
+            grown = self._static - self._planned_static > _CHANGED * known.budget
+            shrunk = self._budget == "auto" and self._budget_for(rounded, self._static) < (1 - _CHANGED) * known.budget
+            if not grown and not shrunk:
+                return known
             self._plans.clear()
-            self._planned_static = self._static
-        if rounded not in self._plans:
-            self._plans[rounded] = make_plan(measured, self._static, rounded, budget * self._share)
-            logger.info("memory plan: %s", self._plans[rounded].reason)
-        return self._plans[rounded]
+        # Gradients come and go between two forwards: a plan has to hold with them.
+        self._planned_static = static = max(self._static, self._planned_static)
+        budget = self._budget_for(rounded, static)
+        plan = make_plan(self._measured, static, rounded, static + (budget - static) * self._share)
+        logger.info("%s", plan)
+        self._plans[rounded] = plan
+        return plan

@@ -169,14 +169,12 @@ class LayerTape:
         self._smallest, self._layers_to_come, self._sent_before = smallest, layers_to_come, sent_before
         self._approached = False
         self._timer = timer
-        kind = device.type
         # As forward ran: a recomputation happens in backward, outside of the caller's autocast.
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._surroundings = functools.partial(_Surroundings, kind, enabled, dtype)
+        self._surroundings = functools.partial(_Surroundings, *_autocast_of(device.type))
 
     def root(self, tensor: torch.Tensor, kind: str) -> None:
         """A tensor that cannot be made again cheaply, or that came from outside. A second telling changes nothing."""
-        if self._find(tensor) is None:
+        if _is_plain(tensor) and self._find(tensor) is None:
             self._tell(tensor, kind)
 
     def made(
@@ -191,7 +189,13 @@ class LayerTape:
         `again` runs without gradients, under the autocast of forward. It must draw no random numbers and change
         nothing. A source that was not told of is kept.
         """
-        outputs = [self._tell(each, kind) for each in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+        results = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if not all(map(_is_plain, (*results, *sources))):
+            return
+        addresses = {source.untyped_storage()._cdata for source in sources}
+        if any(each.untyped_storage()._cdata in addresses for each in results):
+            return  # an identity: it would be made of itself
+        outputs = [self._tell(each, kind) for each in results]
         if self._level.actions.get(kind) != "again" or any(output is None for output in outputs):
             return
         views = [self._source(source) for source in sources]
@@ -201,19 +205,25 @@ class LayerTape:
         for output in told:
             output.recipe, output.held = recipe, None
 
-    def pack(self, tensor: torch.Tensor) -> Saved:
+    def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd saves in the place of a tensor."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor  # itself: a sharded model may put other memory under it meanwhile
+        if not _is_plain(tensor):
+            return Saved(tensor, None)
         view = self._view(tensor)
         saved = Saved(tensor, view)
         storage = tensor.untyped_storage()
-        if view is None and not isinstance(tensor, torch.nn.Parameter):
+        if view is None and not _is_weight(tensor):
             # It may be told of yet: a node saves its own output before anyone else has seen it.
             _, waiting = self._untold.setdefault(storage._cdata, (StorageWeakRef(storage), []))
             waiting.append(saved)
-        self._count(tensor, "untold" if view is None else view.made.kind)
+            self._count(tensor, "untold")
+        elif view is not None:
+            self._count(tensor, view.made.kind)
         return saved
 
-    def unpack(self, saved: Saved) -> torch.Tensor:
+    def unpack(self, saved: Saved | torch.Tensor) -> torch.Tensor:
         """The tensor again.
 
         Raises:
@@ -222,6 +232,8 @@ class LayerTape:
         if not self._approached:
             self._approached = True
             self._offloader.approach(self._group)
+        if isinstance(saved, torch.Tensor):
+            return saved
         if saved.view is not None:
             return saved.view.tensor(self._offloader)
         assert saved.tensor is not None
@@ -276,7 +288,7 @@ class LayerTape:
 
     def _count(self, tensor: torch.Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._counted and not isinstance(tensor, torch.nn.Parameter):
+        if storage._cdata not in self._counted:
             self._counted[storage._cdata] = StorageWeakRef(storage)  # the address is not used again meanwhile
             self.bytes[kind] += storage.nbytes()
 
@@ -285,11 +297,27 @@ def _view_of(made: Made, tensor: torch.Tensor) -> View:
     return View(made, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - made.offset)
 
 
+def _autocast_of(kind: str) -> tuple[str, bool, torch.dtype | None]:
+    if not torch.amp.is_autocast_available(kind):
+        return kind, False, None
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of one storage, and nothing else: no DTensor, no quantized or sparse one."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+
+
 class _Surroundings(contextlib.AbstractContextManager[None]):
     """Without gradients, under a given autocast."""
 
-    def __init__(self, kind: str, enabled: bool, dtype: torch.dtype) -> None:
-        self._contexts = (torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled))
+    def __init__(self, kind: str, enabled: bool, dtype: torch.dtype | None) -> None:
+        autocast = contextlib.nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype, enabled=enabled)
+        self._contexts = (torch.no_grad(), autocast)
 
     def __enter__(self) -> None:
         for context in self._contexts:

@@ -273,7 +273,7 @@ def forward(
     tape = shared.tape
     q, k, v = project(shared, (self.q_proj, self.k_proj, self.v_proj), hidden_states)
     normalise_and_rotate = functools.partial(_normalise_and_rotate, self, state, position_embeddings)
-    if tape is not None and family.qk_norm:
+    if tape is not None and family.qk_norm and not (self.q_norm._forward_hooks or self.k_norm._forward_hooks):
         # Backward of the norms needs q and k as they are here, and those after their rotation are cheap to have again.
         for x in (q, k, v):
             tape.root(x, "qkv")

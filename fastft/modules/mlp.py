@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .projection import is_repeatable, project
+from .projection import is_repeatable, is_repeatable_activation, project
 from .state import ATTRIBUTE
 
 
@@ -26,8 +26,10 @@ def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return project(shared, (self.down_proj,), self.act_fn(gate) * up)[0]
     if is_repeatable(projections):
         tape.made((gate, up), "gate_up", functools.partial(project, shared, projections), x)
-    activated = self.act_fn(gate)
-    tape.made(activated, "activation", self.act_fn, gate)
+    activated, repeatable = self.act_fn(gate), is_repeatable_activation(self.act_fn)
+    if repeatable:
+        tape.made(activated, "activation", self.act_fn, gate)
     product = activated * up
-    tape.made(product, "activation", lambda gate, up: self.act_fn(gate) * up, gate, up)
+    if repeatable:
+        tape.made(product, "activation", lambda gate, up: self.act_fn(gate) * up, gate, up)
     return project(shared, (self.down_proj,), product)[0]

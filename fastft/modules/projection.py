@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from .state import ModelState
 
@@ -27,11 +30,17 @@ def project(shared: ModelState, projections: tuple[nn.Module, ...], x: torch.Ten
 
 def is_repeatable(projections: tuple[nn.Module, ...]) -> bool:
     """Whether the projections give the same values when they are called again: no dropout, no code of others."""
-    return all(map(_is_repeatable, projections))
+    return not _has_global_hooks() and all(map(_is_repeatable, projections))
+
+
+def is_repeatable_activation(activation: Any) -> bool:
+    """Whether an activation is one that is known to draw no random numbers, with no code of others."""
+    known = type(activation).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return known and type(activation) is not nn.RReLU and not _has_global_hooks() and not _is_changed(activation)
 
 
 def _is_repeatable(projection: nn.Module) -> bool:
-    if projection._forward_hooks or projection._forward_pre_hooks:
+    if any(map(_is_changed, projection.modules())):
         return False
     if type(projection) is nn.Linear:
         return True
@@ -39,3 +48,11 @@ def _is_repeatable(projection: nn.Module) -> bool:
     if type(base) is not nn.Linear or dropouts is None:
         return False
     return all(isinstance(dropout, nn.Identity) or not dropout.training for dropout in dropouts.values())
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _has_global_hooks() -> bool:
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -11,8 +12,13 @@ import torch
 from memory_cases import LAYERS, assert_same, batch, gradients, model_of, step
 from memory_machines import EarlyLane, LateLane, machine
 from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
 
 from fastft import patch_model, report, unpatch_model
+from fastft.memory.activations import ActivationMemory
+from fastft.memory.checkpoint import LayerCheckpoint
+from fastft.memory.plan import OFFLOAD
 from fastft.memory.tape import ALL_SENT, KINDS, LEAN, LEAN_SENT, THIN, THIN_SENT, Level
 from fastft.modules.checkpointing import memories
 
@@ -187,6 +193,57 @@ def test_steps_that_break_off_leave_nothing_behind():
     gc.collect()
     assert memory.host_bytes_in_use == 0
     assert_same(step(other), step(plain))
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.dropout(torch.nn.functional.silu(x), 0.3)
+
+
+@pytest.mark.parametrize("change", ["activation", "projection", "identity", "inner hook"])
+def test_code_of_others_is_never_run_again(change):
+    plain, other = pair(LEAN)
+    for model in (plain, other):
+        for layer in model.base_model.model.model.layers:
+            if change == "activation":
+                layer.mlp.act_fn = Noisy()
+            elif change == "identity":
+                layer.mlp.act_fn = ACT2FN["linear"]
+            elif change == "projection":
+                own = layer.mlp.gate_proj.forward
+                layer.mlp.gate_proj.forward = lambda x, own=own: own(x) * (1 + torch.rand(()))
+            else:
+                layer.mlp.up_proj.lora_A["default"].register_forward_hook(lambda *a: a[2] * (1 + torch.rand(())))
+    assert_same(step(other), step(plain))
+    assert ("gate_up" in bytes_of(other)) == (change in ("activation", "identity"))
+
+
+def test_a_view_of_the_input_beside_it():
+    """CK-05: told apart from the input, which begins at the same address."""
+    memory = ActivationMemory(OFFLOAD, machine(EarlyLane), smallest=1)
+
+    def layer(x, part):
+        return x * part.sum().sigmoid() + x.sin()
+
+    results = []
+    for way in ("plain", "offloaded"):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        hidden = x * 1.5
+        for index in range(4):
+            inner = functools.partial(checkpoint, use_reentrant=False)
+            run = inner if way == "plain" else LayerCheckpoint(inner, memory, index, 4)
+            hidden = run(layer, hidden, hidden[:, :2])
+        hidden.sum().backward()
+        results.append(x.grad)
+    assert torch.equal(*results) and memory.counters["input offloaded"] == 3
+
+
+def test_weights_are_neither_counted_nor_held():
+    model = at_level(model_of(), KEEP)
+    step(model, length=8, rows=1)
+    layer = model.model.layers[0]
+    weights = sum(parameter.nbytes for parameter in layer.parameters())
+    assert sum(bytes_of(model).values()) < weights
 
 
 def test_evaluation_is_not_told():

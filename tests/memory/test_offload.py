@@ -8,7 +8,6 @@ import pytest
 import torch
 from memory_machines import EarlyLane, LateLane, Pins
 
-from fastft.memory.host import HostPool
 from fastft.memory.offload import WINDOW, Group, Offloader
 
 
@@ -19,7 +18,7 @@ def offloader_of(lane=LateLane, limit=1 << 40):
         lanes.append(lane())
         return lanes[-1]
 
-    return Offloader(HostPool(Pins(), limit, lambda: None), lane_of), lanes
+    return Offloader(Pins(), limit, lane_of), lanes
 
 
 def send_all(offloader, tensors):
@@ -175,3 +174,13 @@ def test_what_stays_needs_no_lane():
     offloader, lanes = offloader_of()
     tensor = torch.empty(0, device="meta")  # torch saves such things beside a layer's input
     assert offloader.fetch(offloader.keep(tensor, Group())) is not None and not lanes
+
+
+def test_a_view_with_gaps_stays():
+    offloader, _ = offloader_of(EarlyLane)
+    base = torch.randn(4, 8)
+    whole, part = offloader.send(base, Group()), offloader.send(base[:, :2], Group())
+    expected = base.clone()
+    offloader.settle(torch.device("cpu"))
+    assert part.block is None and torch.equal(offloader.fetch(part), expected[:, :2])
+    assert torch.equal(offloader.fetch(whole), expected)
