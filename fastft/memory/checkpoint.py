@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .activations import ActivationMemory
 from .offload import Group, Parked
-from .plan import KEEP, OFFLOAD, Mode
+from .plan import KEEP, OFFLOAD, RECOMPUTE, Mode
 from .tape import Level
 
 
@@ -62,6 +62,9 @@ class LayerCheckpoint:
             if self.index == 0:
                 memory.begin(args[0], self.count)
             mode = memory.mode_of(args[0], self.index, self.count)
+        if mode not in (RECOMPUTE, OFFLOAD) and _has_policy(self.inner):
+            memory.counters["left alone: a policy of the caller's (context_fn)"] += 1
+            mode = RECOMPUTE
         bound = functools.partial(function, **kwargs) if kwargs else function
         if mode == KEEP or isinstance(mode, Level):
             return self._kept(mode, bound, *args)
@@ -142,6 +145,15 @@ class LayerCheckpoint:
 
 def _same(inner: Any) -> Any:
     return inner
+
+
+def _has_policy(function: Any) -> bool:
+    """Whether the caller says what a checkpoint keeps."""
+    while isinstance(function, functools.partial):
+        if "context_fn" in function.keywords:
+            return True
+        function = function.func
+    return False
 
 
 def is_torch_checkpoint(function: Any) -> bool:

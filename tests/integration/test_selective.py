@@ -12,7 +12,7 @@ import torch
 from memory_cases import LAYERS, assert_same, batch, gradients, model_of, step
 from memory_machines import EarlyLane, LateLane, machine
 from peft import LoraConfig, get_peft_model
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.activations import ACT2FN
 
 from fastft import patch_model, report, unpatch_model
@@ -253,6 +253,20 @@ def test_evaluation_is_not_told():
     model.eval()
     model(**batch()).loss.backward()
     assert "layer kept in part" not in report(model).counters
+
+
+def test_a_policy_of_the_callers_is_left_in_charge():
+    model = at_level(model_of(), THIN)
+    calls = []
+
+    def policy(ctx, op, *args, **kwargs):
+        calls.append(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    step(model)
+    assert calls and "layer kept in part" not in report(model).counters
 
 
 def test_unpatching_ends_it():
