@@ -47,7 +47,7 @@ from benchmarks.checkpointing_ways import (
     library,
     prepare,
 )
-from benchmarks.compare import parse_with_output, read_lines
+from benchmarks.compare import conclude, parse_with_output
 from benchmarks.meters import synchronize
 from benchmarks.packing import append
 from fastft.errors import UnsupportedOptionError
@@ -312,12 +312,7 @@ def measure_all(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    failed = measure_all(args) if args.out is not None else 0
-    lines = read_lines(args.out or args.table)
-    print(table(lines))
-    if args.plot is not None:
-        plot(lines, args.plot)
-    return 1 if failed else 0
+    return conclude(args, measure_all(args) if args.out is not None else 0, table, plot)
 
 
 if __name__ == "__main__":

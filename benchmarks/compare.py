@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def measure(args: argparse.Namespace) -> int:
                     failed += 1
                     print(f"it failed:\n{finished.stderr[-1500:]}", file=sys.stderr, flush=True)
     return failed
+
+
+def conclude(
+    args: argparse.Namespace, failed: int, table: Callable[[list[Line]], str], plot: Callable[[list[Line], Path], None]
+) -> int:
+    """Prints the table of what was measured now or stored before, draws it if asked to; the exit status."""
+    lines = read_lines(args.out or args.table)
+    print(table(lines))
+    if args.plot is not None:
+        plot(lines, args.plot)
+    return 1 if failed else 0
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -29,7 +29,7 @@ if not __package__:  # run as a script: the repository root has to be importable
 import torch
 
 from benchmarks import train_step
-from benchmarks.compare import conditions, parse_with_output, read_lines
+from benchmarks.compare import conclude, conditions, parse_with_output, read_lines
 from benchmarks.text import load_rows
 
 WAYS: dict[str, list[str]] = {
@@ -204,12 +204,7 @@ def plot(lines: list[Line], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    failed = measure(args) if args.out is not None else 0
-    lines = read_lines(args.out or args.table)
-    print(table(lines))
-    if args.plot is not None:
-        plot(lines, args.plot)
-    return 1 if failed else 0
+    return conclude(args, measure(args) if args.out is not None else 0, table, plot)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from ..capability import Verdict
 from .host import host_memory_available
 from .machine import Machine
-from .offload import Group, Offloader, Parked
+from .offload import Group, Offloader, Parked, is_held_by_autograd
 from .plan import MemoryPlan, Mode
 from .planner import Planner
 from .tape import LayerTape, Level
@@ -59,7 +59,7 @@ class ActivationMemory:
         self.counters: Counter[str] = Counter()
         self.bytes_of_layer: dict[int, Counter[str]] = {}  # that the last told forward saved, by kind
         self.machine = machine or Machine()
-        self.planner = Planner(self.machine, budget.most) if budget is not None else None
+        self.planner = Planner(self.machine, budget.most, smallest) if budget is not None else None
         self._offloader: Offloader | None = None
         self._latest: tuple[int, weakref.ref[Group]] | None = None  # the layer that last ran, and what it sent
         self._running = threading.local()
@@ -87,6 +87,8 @@ class ActivationMemory:
         """Why a layer input stays on the device whatever layer it is of, or "" if it may leave."""
         if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < self.smallest:
             return "small"
+        if is_held_by_autograd(tensor):
+            return "a leaf, which the node for its gradient holds"  # the first input where embeddings are frozen
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return "not dense"  # a copy would be larger than what it frees
         verdict = self.machine.can_offload(tensor.device)
@@ -115,9 +117,8 @@ class ActivationMemory:
         """A forward with gradients begins with x, the input of the first of `count` layers."""
         if self.planner is not None and self.machine.can_plan(x.device):
             self.planner.begin(x, count)
-            plan = self.planner.plan
-            if plan is not None:
-                self.offloader.window = plan.window
+            if self.planner.plan is not None:
+                self.offloader.window = self.planner.plan.window
 
     def mode_of(self, x: torch.Tensor, index: int, count: int) -> Mode:
         """What becomes of layer `index` of `count`, with input x."""
@@ -141,7 +142,7 @@ class ActivationMemory:
             self.offloader,
             group,
             x.device,
-            smallest=self.smallest,
+            smallest=0 if self.plan is not None else self.smallest,  # a plan counts on what it sends
             layers_to_come=max(count - LAST_KEPT - 1 - index, 0),
             sent_before=self._sent_before,
             timer=self.planner.making_again if self.planner is not None and self.is_measuring else None,

@@ -21,6 +21,8 @@ from .offload import Group, Parked
 from .plan import KEEP, OFFLOAD, RECOMPUTE, Mode
 from .tape import Level
 
+_Place = tuple[int, torch.Size, tuple[int, ...]]  # where a tensor lies: address, size and stride
+
 
 class LayerCheckpoint:
     """The checkpoint function of one layer.
@@ -80,7 +82,8 @@ class LayerCheckpoint:
             memory.counters[f"input kept: {problem}"] += 1
             return self.inner(function, *args)
         group = memory.group_of(self.index)
-        pack = functools.partial(self._pack, group, args[0])
+        # Hooks live as long as what they packed: with the input itself in them, nothing would ever leave.
+        pack = functools.partial(self._pack, group, _place_of(args[0]))
         with saved_tensors_hooks(pack, memory.offloader.fetch):
             return self.inner(function, *args)
 
@@ -135,12 +138,15 @@ class LayerCheckpoint:
             return "inside other saved-tensor hooks"
         return "" if is_torch_checkpoint(self.inner) else "a checkpoint function that is not torch's own"
 
-    def _pack(self, group: Group, x: torch.Tensor, tensor: torch.Tensor) -> Parked:
+    def _pack(self, group: Group, place: _Place, tensor: torch.Tensor) -> Parked:
         # Autograd may hand over another tensor object; a view of the input is not the input.
-        same = tensor.data_ptr() == x.data_ptr() and tensor.size() == x.size() and tensor.stride() == x.stride()
-        if same:
+        if _place_of(tensor) == place:
             return self.memory.pack_input(tensor, group, self.index, self.count)
         return self.memory.offloader.keep(tensor, group)
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.size(), tensor.stride()
 
 
 def _same(inner: Any) -> Any:

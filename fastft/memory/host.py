@@ -47,7 +47,7 @@ class _Segment:
     __slots__ = ("__weakref__", "free", "memory", "refused")
 
     def __init__(self, size: int, pin: Pin) -> None:
-        raw = torch.empty(size + _PAGE, dtype=torch.uint8)
+        raw = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")  # whatever the default device is
         start = -raw.data_ptr() % _PAGE
         self.memory = raw[start : start + size]
         self.free = [(0, size)]

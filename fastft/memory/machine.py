@@ -66,7 +66,7 @@ def _cuda_seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
 def _cuda_bandwidth(device: torch.device) -> float:
     """Bytes a second from the device to page-locked memory. The host waits some milliseconds, once."""
     source = torch.empty(_COPIED_TO_MEASURE, dtype=torch.uint8, device=device)
-    target = torch.empty(_COPIED_TO_MEASURE, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_COPIED_TO_MEASURE, dtype=torch.uint8, device="cpu", pin_memory=True)
     target.copy_(source, non_blocking=True)
     first = _cuda_mark(device)
     target.copy_(source, non_blocking=True)

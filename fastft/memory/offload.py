@@ -226,6 +226,11 @@ class Offloader:
         return self._ports[device]
 
 
+def is_held_by_autograd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stays on its device whatever becomes of other references to it."""
+    return tensor.is_leaf and tensor.requires_grad
+
+
 def _drain(offloader: Offloader | None) -> None:
     if offloader is not None:
         offloader.drain()

@@ -39,6 +39,7 @@ class Measured(NamedTuple):
     loss_seconds: float  # between the forward of the last layer and its backward
     bandwidth: float  # bytes a second to the host; 0: nothing can leave
     can_tell: bool = True  # whether layers tell what they make
+    first_input_stays: bool = False  # held by autograd itself
 
 
 class Option(NamedTuple):
@@ -192,7 +193,8 @@ def _mixed(first: Option, count: int, second: Option, rest: int) -> list[Option]
 def _peak(assignment: list[Option], measured: Measured, window: int) -> float:
     """Bytes at the highest, above what was there before the forward."""
     size, layers, everything = measured.input_bytes, len(assignment), sum(measured.kinds.values())
-    held, sent = 0.0, [option.sent for option in assignment]
+    sent = [option.sent for option in assignment]
+    held = size if measured.first_input_stays and assignment[0].sent else 0.0
     # The backward of a layer was measured with all its activations and all inputs.
     backward = measured.backward_bytes - (layers - 1) * size - everything
     peak = 0.0

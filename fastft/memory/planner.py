@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .machine import Machine
+from .offload import is_held_by_autograd
 from .plan import RECOMPUTE, Measured, MemoryPlan, Mode, make_plan
 from .tape import LEAN
 
@@ -46,10 +47,11 @@ class Planner:
         machine: what is asked for memory and time.
         budget: bytes on the device at the highest; "auto" for what is free; None for what the same step takes when
             every layer is checkpointed.
+        smallest: bytes of a layer's input below which nothing is sent.
     """
 
-    def __init__(self, machine: Machine, budget: int | Literal["auto"] | None) -> None:
-        self._machine, self._budget = machine, budget
+    def __init__(self, machine: Machine, budget: int | Literal["auto"] | None, smallest: int = 0) -> None:
+        self._machine, self._budget, self._smallest = machine, budget, smallest
         self.plan: MemoryPlan | None = None
         self.is_off = False  # for good
         self._plans: dict[int, MemoryPlan] = {}
@@ -60,6 +62,7 @@ class Planner:
         self._tokens = 0  # of this forward
         self._static = 0  # bytes before it
         self._input_bytes = 0
+        self._input_stays = False
         self._measured: Measured | None = None
         self._first: _Step | None = None
         self._phase = 0  # 1 and 2: the forwards that are measured
@@ -91,6 +94,7 @@ class Planner:
         if self._measured is not None and tokens > _REMEASURE * self._measured.tokens:
             self._restart()
         self._device, self._tokens, self._static, self._input_bytes = x.device, tokens, memory.allocated, x.nbytes
+        self._input_stays = is_held_by_autograd(x)
         if self._measured is None:
             self._phase = max(self._phase, 1)
             self._loss_peak = self._end_peak = 0
@@ -191,6 +195,7 @@ class Planner:
             loss_seconds=machine.seconds(self._forward_marks[-1][1], self._backward_mark),
             bandwidth=machine.bandwidth(device) if machine.can_offload(device) else 0.0,
             can_tell=bool(again),
+            first_input_stays=self._input_stays,
         )
 
     def _budget_for(self, tokens: int, static: float) -> float:
@@ -217,7 +222,10 @@ class Planner:
         # Gradients come and go between two forwards: a plan has to hold with them.
         self._planned_static = static = max(self._static, self._planned_static)
         budget = self._budget_for(rounded, static)
-        plan = make_plan(self._measured, static, rounded, static + (budget - static) * self._share)
+        measured = self._measured
+        if measured.input_bytes * rounded < self._smallest * measured.tokens:
+            measured = measured._replace(bandwidth=0.0)
+        plan = make_plan(measured, static, rounded, static + (budget - static) * self._share)
         logger.info("%s", plan)
         self._plans[rounded] = plan
         return plan

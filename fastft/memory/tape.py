@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .offload import Group, Offloader, Parked
+from .offload import Group, Offloader, Parked, is_held_by_autograd
 
 Action = Literal["keep", "again", "offload"]
 
@@ -103,7 +103,7 @@ class Recipe:
         sources: tuple[View, ...],
         outputs: Sequence[Made],
         surroundings: Callable[[], contextlib.AbstractContextManager[None]],
-        timer: contextlib.AbstractContextManager[None],
+        timer: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._timer = timer
         self._again, self._sources, self._surroundings = again, sources, surroundings
@@ -112,7 +112,7 @@ class Recipe:
 
     def run(self, offloader: Offloader) -> None:
         sources = [source.tensor(offloader) for source in self._sources]
-        with self._surroundings(), self._timer:
+        with self._surroundings(), self._timer():
             results = self._again(*sources)
         if len(self._outputs) == 1:
             results = (results,)
@@ -200,7 +200,7 @@ class LayerTape:
             return
         views = [self._source(source) for source in sources]
         told = [output for output in outputs if output is not None]
-        timer = self._timer(kind) if self._timer is not None else contextlib.nullcontext()
+        timer = functools.partial(self._timer, kind) if self._timer is not None else contextlib.nullcontext
         recipe = Recipe(again, tuple(views), told, self._surroundings, timer)
         for output in told:
             output.recipe, output.held = recipe, None
@@ -252,7 +252,8 @@ class LayerTape:
             return None
         made = Made(tensor, kind)
         storage = tensor.untyped_storage()
-        if self._level.actions.get(kind) == "offload" and tensor.nbytes >= self._smallest:
+        leaves = self._level.actions.get(kind) == "offload" and not is_held_by_autograd(tensor)
+        if leaves and tensor.nbytes >= self._smallest:
             to_come = max(self._sent_before - self.bytes_sent, 0) + self._sent_before * self._layers_to_come
             made.parked = self._offloader.send(tensor, self._group, to_come)
             if made.parked.block is not None:

@@ -36,25 +36,22 @@ def install(model: nn.Module, memory: ActivationMemory) -> None:
 
 def _switch_on(model: nn.Module, memory: ActivationMemory) -> None:
     """A budget was given: layers ask the plan whether anyone switches checkpointing on or not."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
-            if not any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules()):
-                function = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-                type(module)._set_gradient_checkpointing(module, True, function)
-                memory.switched_on = True
-            return
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return
+    memory.switched_on = True
+    for layer in model.modules():  # and nothing else: what has no plan is not checkpointed for the budget's sake
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = True
+            layer.__dict__[_FUNCTION] = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
 def uninstall(model: nn.Module) -> None:
     """Leaves the layers with the checkpoint functions that Hugging Face gave them."""
-    if any(memory.switched_on for memory in memories(model)):
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                type(module)._set_gradient_checkpointing(module, False)
-                break
     for module in model.modules():
         function = module.__dict__.get(_FUNCTION)
-        if isinstance(function, LayerCheckpoint):
+        if isinstance(function, LayerCheckpoint) and function.memory.switched_on:
+            del module.__dict__[_FUNCTION], module.__dict__["gradient_checkpointing"]
+        elif isinstance(function, LayerCheckpoint):
             module.__dict__[_FUNCTION] = function.inner
         method = module.__dict__.get(_METHOD)
         # A pickle brings the class's own method back as an attribute.

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from memory_cases import LAYERS, batch, gradients, model_of
 from packed_cases import (
     LENGTHS,
     TOLERANCE,
@@ -19,6 +20,8 @@ from packed_cases import (
 )
 from tiny_models import packed_batch
 from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastft import patch_model
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,18 @@ def test_whole_and_padded_rows():
         got, expected = compiled(input_ids=ids, **kwargs).logits, stock(input_ids=ids, **kwargs).logits
         real = kwargs.get("attention_mask", torch.ones_like(ids)) != 0
         torch.testing.assert_close(got[real], expected[real], **TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": "selective"}, {"memory_budget": "auto"}], ids=str)
+def test_checkpointed_layers(options):
+    plain = model_of()
+    model = patch_model(copy.deepcopy(plain), **options)
+    for each in (plain, model):
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.compile(model, backend="aot_eager")(**batch()).loss.backward()
+    plain(**batch()).loss.backward()
+    assert differences(gradients(model), gradients(plain)) == []
+    assert attention_calls(model) == 2 * LAYERS  # each is run again
 
 
 def test_a_decoding_step_stays_one_graph():

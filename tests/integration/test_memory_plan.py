@@ -15,7 +15,7 @@ from fastft import patch_model, report, unpatch_model
 from fastft.errors import UnsupportedOptionError
 from fastft.memory.activations import ActivationMemory, Budget
 from fastft.memory.machine import MemoryState
-from fastft.memory.plan import KEEP, RECOMPUTE, name_of
+from fastft.memory.plan import KEEP, RECOMPUTE, make_plan, name_of
 from fastft.memory.tape import LEAN
 from fastft.modules import checkpointing
 from fastft.modules.state import state_of
@@ -106,6 +106,33 @@ def test_a_forward_without_backward_is_not_taken_for_a_step():
     assert memory.plan is not None
 
 
+def test_small_batches_send_nothing():
+    _, model, memory, clock = lora_pair(1)
+    measure(model, clock, plain=200_000)
+    memory.planner._smallest = memory.planner._input_bytes
+    step(model)
+    assert any(option.sent for option in memory.plan.options.values())
+    step(model, rows=1, length=20)
+    assert not any(option.sent for option in memory.plan.options.values())
+
+
+def test_an_input_that_autograd_holds_is_counted():
+    peaks = []
+    for lora in (True, False):
+        model = model_of("qwen3")
+        if lora:
+            model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False)).train()
+            model.enable_input_require_grads()
+        memory, clock = planned(model, 1)  # the least that can be had
+        measure(model, clock, plain=200_000)
+        step(model)
+        found = memory.planner._measured
+        assert found.first_input_stays is lora
+        as_if = make_plan(found._replace(first_input_stays=False), 0, found.tokens, 1)
+        peaks.append(memory.plan.peak - as_if.peak)
+    assert peaks[0] >= found.input_bytes * 0.9 and peaks[1] == 0
+
+
 def test_by_default_the_budget_is_what_plain_checkpointing_takes():
     _, model, memory, clock = lora_pair(None)
     measure(model, clock, static=100, plain=300_000)
@@ -188,9 +215,13 @@ def test_stock_layers_are_kept_or_run_again():
 
 def test_a_budget_switches_layers_on_and_unpatching_off_again():
     model = model_of()
+    attributes = [set(module.__dict__) for module in model.modules()]
     patch_model(model, memory_budget="auto")
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    # A backbone with code of its own for checkpointing would be checkpointed without a plan.
+    assert not model.model.gradient_checkpointing
     unpatch_model(model)
+    assert [set(module.__dict__) for module in model.modules()] == attributes
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
