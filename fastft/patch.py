@@ -15,7 +15,7 @@ from torch import nn
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
 from .memory.activations import ActivationMemory, Budget
-from .memory.plan import OFFLOAD, RECOMPUTE, Mode
+from .memory.schedule import OFFLOAD, RECOMPUTE, Mode
 from .memory.tape import THIN
 from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, OwnConfig, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan

@@ -15,8 +15,9 @@ from ..capability import Verdict
 from .host import host_memory_available
 from .machine import Machine
 from .offload import Group, Offloader, Parked, is_held_by_autograd
-from .plan import MemoryPlan, Mode
+from .plan import MemoryPlan
 from .planner import Planner
+from .schedule import Mode
 from .tape import LayerTape, Level
 
 # Below this a copy is not worth its launches: see "Where offloading begins to pay" in docs/experiments.md.
@@ -118,7 +119,7 @@ class ActivationMemory:
         if self.planner is not None and self.machine.can_plan(x.device):
             self.planner.begin(x, count)
             if self.planner.plan is not None:
-                self.offloader.window = self.planner.plan.window
+                self.offloader.window = None
 
     def mode_of(self, x: torch.Tensor, index: int, count: int) -> Mode:
         """What becomes of layer `index` of `count`, with input x."""
@@ -131,6 +132,12 @@ class ActivationMemory:
             return self.planner.mode_of(index, count)
         self.counters[f"not planned: {verdict.reason}"] += 1
         return self.mode
+
+    def give_up(self, device: torch.device, index: int) -> None:
+        """Layer `index` begins, or what follows the last one: as much may be leaving as the plan has room for."""
+        plan = self.plan
+        if self._offloader is not None and plan is not None and index <= len(plan.modes):
+            self._offloader.give_up(device, plan.leaving[index])
 
     def tape_for(self, level: Level, x: torch.Tensor, index: int, count: int) -> LayerTape:
         """For what layer `index` of `count` makes of x."""
@@ -160,7 +167,8 @@ class ActivationMemory:
     def group_of(self, index: int) -> Group:
         """A new group for layer `index`, after that of the layer before it in the same forward."""
         before = self._latest
-        group = Group(before[1]() if before is not None and before[0] < index else None)
+        ahead = self.plan.arriving[index] if self.plan is not None and index < len(self.plan.modes) else None
+        group = Group(before[1]() if before is not None and before[0] < index else None, ahead)
         self._latest = (index, weakref.ref(group))
         return group
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .activations import ActivationMemory
 from .offload import Group, Parked
-from .plan import KEEP, OFFLOAD, RECOMPUTE, Mode
+from .schedule import KEEP, OFFLOAD, RECOMPUTE, Mode
 from .tape import Level
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # where a tensor lies: address, size and stride
@@ -59,11 +59,20 @@ class LayerCheckpoint:
         if problem:
             memory.counters[f"left alone: {problem}"] += 1
             return self.inner(function, *args, **kwargs)
-        mode = memory.mode
-        if self.planned:
-            if self.index == 0:
-                memory.begin(args[0], self.count)
-            mode = memory.mode_of(args[0], self.index, self.count)
+        if not self.planned:
+            return self._run(memory.mode, function, *args, **kwargs)
+        device = args[0].device
+        if self.index == 0:
+            memory.begin(args[0], self.count)
+        mode = memory.mode_of(args[0], self.index, self.count)
+        memory.give_up(device, self.index)
+        result = self._run(mode, function, *args, **kwargs)
+        if self.index == self.count - 1:
+            memory.give_up(device, self.count)
+        return result
+
+    def _run(self, mode: Mode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        memory = self.memory
         if mode not in (RECOMPUTE, OFFLOAD) and _has_policy(self.inner):
             memory.counters["left alone: a policy of the caller's (context_fn)"] += 1
             mode = RECOMPUTE

@@ -1,10 +1,10 @@
 """Tensors that leave the device between forward and backward, and come back just before they are needed.
 
-    forward    a copy to the host starts when a tensor is sent; the device's memory is given up a layer later, when the
-               computing stream has been made to wait for the copy
+    forward    a copy to the host starts when a tensor is sent; the device's memory is given up some layers later, when
+               the computing stream has been made to wait for the copy
     backward   layers ask for theirs in reverse order; the first tensor fetched of a layer starts the copies of all of
                the layer before it, so that they run beside this layer's recomputation and backward. Two layers'
-               tensors are on the device at most: those in use and those arriving
+               tensors are on the device at most, those in use and those arriving, or as many as a plan has room for
 
 Fetching does not use a tensor up: its host block lives as long as the graph does, for `retain_graph`.
 """
@@ -31,13 +31,38 @@ Arrival = tuple[torch.Tensor, Any]
 
 
 class Group:
-    """What one layer sends, and the layer before it in the same forward."""
+    """What one layer sends, and the layer before it in the same forward.
 
-    __slots__ = ("__weakref__", "members", "previous")
+    Args:
+        previous: the layer before.
+        ahead: bytes of earlier layers that may come back while this one is in backward; None for one layer's.
+    """
 
-    def __init__(self, previous: Group | None = None) -> None:
+    __slots__ = ("__weakref__", "_previous", "ahead", "members", "sent")
+
+    def __init__(self, previous: Group | None = None, ahead: float | None = None) -> None:
         self.members: list[weakref.ref[Parked]] = []
-        self.previous = weakref.ref(previous) if previous is not None else None
+        self.ahead = ahead
+        self.sent = 0  # bytes
+        self._previous = weakref.ref(previous) if previous is not None else None
+
+    def needed(self) -> list[Group]:
+        """This layer and those before it that may come back meanwhile, the next one to run first."""
+        found = [self]
+        room = self.ahead
+        while (previous := found[-1].previous) is not None:
+            if room is None:
+                return [*found, previous]
+            room -= previous.sent
+            if room < 0:
+                break
+            found.append(previous)
+        return found
+
+    @property
+    def previous(self) -> Group | None:
+        """The layer before, while anything of it is needed."""
+        return self._previous() if self._previous is not None else None
 
 
 class Parked:
@@ -84,31 +109,51 @@ class _Port:
         self.lane = lane
         # The tensor is kept here, because a graph that dies early would free it while it is being read.
         self.leaving: deque[tuple[Group, weakref.ref[Parked], torch.Tensor, Any]] = deque()
+        self.bytes_leaving = 0
         self.recent: list[Group] = []
         # Buffers of graphs that were freed before they used them: an interrupted backward leaves some.
         self.orphans: deque[Arrival] = deque()
 
-    def begin(self, group: Group, window: int) -> None:
+    def send(self, group: Group, parked: Parked, host: torch.Tensor) -> None:
+        """Starts a copy."""
+        assert parked.held is not None
+        ticket = self.lane.copy(host, parked.held)
+        self.leaving.append((group, weakref.ref(parked), parked.held, ticket))
+        self.bytes_leaving += parked.held.nbytes
+        group.sent += parked.held.nbytes
+
+    def begin(self, group: Group, window: int | None) -> None:
         """A layer begins: those before the window have had their time."""
         if not self.recent or self.recent[-1] is not group:
-            self.recent = [*self.recent, group][-window:]
-            self._settle(self.recent)
+            self.recent = [*self.recent, group][-(window or 1) :]
+            if window is not None:
+                self.settle(self.recent)
 
     def settle(self, needed: list[Group]) -> None:
         """Gives up the device memory of all that are leaving, but for what is needed now."""
         self.recent = needed
-        self._settle(needed)
+        self._forget_orphans()
+        while self.leaving and not any(self.leaving[0][0] is group for group in needed):
+            self._give_up_first()
 
-    def _settle(self, recent: list[Group]) -> None:
+    def give_up(self, most: float) -> None:
+        """Gives up the device memory of the first, until no more than some bytes are leaving."""
+        self._forget_orphans()
+        while self.bytes_leaving > most:
+            self._give_up_first()
+
+    def _give_up_first(self) -> None:
+        _, reference, tensor, ticket = self.leaving.popleft()
+        self.bytes_leaving -= tensor.nbytes
+        self.lane.wait(ticket)
+        parked = reference()
+        # One that was written meanwhile is kept, for `check` to refuse when it is fetched.
+        if parked is not None and parked.held is not None and parked.held._version == parked.version:
+            parked.held = None
+
+    def _forget_orphans(self) -> None:
         while self.orphans:
             self.lane.wait(self.orphans.popleft()[1])
-        while self.leaving and not any(self.leaving[0][0] is group for group in recent):
-            _, reference, _, ticket = self.leaving.popleft()
-            self.lane.wait(ticket)
-            parked = reference()
-            # One that was written meanwhile is kept, for `check` to refuse when it is fetched.
-            if parked is not None and parked.held is not None and parked.held._version == parked.version:
-                parked.held = None
 
 
 class Offloader:
@@ -123,7 +168,7 @@ class Offloader:
     def __init__(self, pin: Pin, limit: int, lane_of: Callable[[torch.device], Lane]) -> None:
         self_reference = weakref.ref(self)  # no cycle: memory is given back as soon as the model is gone
         self.pool = HostPool(pin, limit, lambda: _drain(self_reference()))
-        self.window = WINDOW
+        self.window: int | None = WINDOW  # None: a plan says how many bytes may be leaving, by `give_up`
         self._lane_of = lane_of
         self._ports: dict[torch.device, _Port] = {}
         self._lock = threading.RLock()
@@ -154,9 +199,7 @@ class Offloader:
             parked = Parked(tensor, group, port.orphans)
             block = self.pool.take(tensor.numel() * tensor.element_size(), to_come)
             if block is not None:
-                assert parked.held is not None
-                ticket = port.lane.copy(parked.take(block), parked.held)
-                port.leaving.append((group, weakref.ref(parked), parked.held, ticket))
+                port.send(group, parked, parked.take(block))
         return parked
 
     def begin(self, group: Group, device: torch.device) -> None:
@@ -170,6 +213,13 @@ class Offloader:
         """Gives up the device memory of everything that is leaving."""
         with self._lock:
             self._port(device).settle([])
+
+    def give_up(self, device: torch.device, most: float) -> None:
+        """Gives up the device memory of what began to leave first, until no more than `most` bytes are leaving."""
+        with self._lock:
+            port = self._ports.get(device)
+            if port is not None:
+                port.give_up(most)
 
     def fetch(self, parked: Parked) -> torch.Tensor:
         """The tensor, on its device, with its size and stride; what its layer and the one before it need is under way.
@@ -190,13 +240,12 @@ class Offloader:
         return tensor
 
     def approach(self, group: Group) -> None:
-        """Backward has come to a layer: what it sent, and what the one before it sent, has to come back."""
-        previous = group.previous() if group.previous is not None else None
-        needed = [group] if previous is None else [previous, group]
+        """Backward has come to a layer: what it sent, and what those before it sent, has to come back."""
+        needed = group.needed()
         with self._lock, torch.inference_mode(False):
             for port in self._ports.values():
                 port.settle(needed)  # backward takes the memory of what is leaving still
-            for each in reversed(needed):
+            for each in needed:
                 self._bring_all(each)
 
     def drain(self) -> None:

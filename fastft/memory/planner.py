@@ -19,7 +19,8 @@ import torch
 
 from .machine import Machine
 from .offload import is_held_by_autograd
-from .plan import RECOMPUTE, Measured, MemoryPlan, Mode, make_plan
+from .plan import MemoryPlan, make_plan
+from .schedule import RECOMPUTE, Measured, Mode
 from .tape import LEAN
 
 logger = logging.getLogger("fastft")
@@ -67,7 +68,7 @@ class Planner:
         self._first: _Step | None = None
         self._phase = 0  # 1 and 2: the forwards that are measured
         self._loss_peak = self._end_peak = 0  # of this step, once backward began and ended
-        self._backward_mark: Any = None
+        self._backward_marks: tuple[Any, Any] = (None, None)
         self._forward_marks: list[tuple[Any, Any]] = []
         self._again_marks: list[tuple[str, Any, Any]] = []
         self._kinds: Counter[str] = Counter()
@@ -112,13 +113,14 @@ class Planner:
         """The last layer's output has its gradient."""
         assert self._device is not None
         self._loss_peak = self._machine.memory(self._device).peak
-        self._backward_mark = self._machine.mark(self._device)
+        self._backward_marks = (self._machine.mark(self._device), None)
         # Before the optimizer: what it allocates is none of the step's activations.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         assert self._device is not None
         self._end_peak = self._machine.memory(self._device).peak
+        self._backward_marks = (self._backward_marks[0], self._machine.mark(self._device))
 
     @contextmanager
     def forward_of_a_layer(self) -> Iterator[None]:
@@ -183,16 +185,20 @@ class Planner:
         for kind, start, end in self._again_marks:
             again[kind] = again.get(kind, 0.0) + machine.seconds(start, end)
         scale = self._tokens / first.tokens
+        forward = statistics.median(machine.seconds(start, end) for start, end in self._forward_marks)
+        # All layers but the last, which was told, ran again.
+        backward = (machine.seconds(*self._backward_marks) - (layers - 1) * forward - sum(again.values())) / layers
         return Measured(
             tokens=self._tokens,
             layers=layers,
             input_bytes=self._input_bytes,
             kinds=dict(self._kinds),
             again_seconds=again,
-            forward_seconds=statistics.median(machine.seconds(start, end) for start, end in self._forward_marks),
+            forward_seconds=forward,
+            backward_seconds=max(backward, forward),  # a product of two matrices for each in forward, at the least
             loss_bytes=scale * (first.at_loss - first.static),
             backward_bytes=scale * (first.at_end - first.static),
-            loss_seconds=machine.seconds(self._forward_marks[-1][1], self._backward_mark),
+            loss_seconds=max(machine.seconds(self._forward_marks[-1][1], self._backward_marks[0]) - forward, 0.0),
             bandwidth=machine.bandwidth(device) if machine.can_offload(device) else 0.0,
             can_tell=bool(again),
             first_input_stays=self._input_stays,

@@ -15,7 +15,8 @@ from fastft import patch_model, report, unpatch_model
 from fastft.errors import UnsupportedOptionError
 from fastft.memory.activations import ActivationMemory, Budget
 from fastft.memory.machine import MemoryState
-from fastft.memory.plan import KEEP, RECOMPUTE, make_plan, name_of
+from fastft.memory.plan import make_plan, name_of
+from fastft.memory.schedule import KEEP, RECOMPUTE
 from fastft.memory.tape import LEAN
 from fastft.modules import checkpointing
 from fastft.modules.state import state_of

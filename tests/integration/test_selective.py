@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from fastft import patch_model, report, unpatch_model
 from fastft.memory.activations import ActivationMemory
 from fastft.memory.checkpoint import LayerCheckpoint
-from fastft.memory.plan import OFFLOAD
+from fastft.memory.schedule import OFFLOAD
 from fastft.memory.tape import ALL_SENT, KINDS, LEAN, LEAN_SENT, THIN, THIN_SENT, Level
 from fastft.modules.checkpointing import memories
 

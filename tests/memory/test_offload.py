@@ -53,6 +53,37 @@ def test_memory_is_given_up_after_the_window_and_not_before_the_copy():
     assert all(handle.held is None for handle in parked)
 
 
+def test_a_plan_says_how_many_bytes_may_be_leaving():
+    offloader, lanes = offloader_of()
+    offloader.window = None
+    device = torch.device("cpu")
+    offloader.give_up(device, 0)  # nothing has left yet
+    parked = send_all(offloader, [torch.randn(8) for _ in range(6)])
+    assert all(handle.held is not None for handle in parked)
+    offloader.give_up(device, 3.5 * 32)
+    assert [handle.held is None for handle in parked] == [True] * 3 + [False] * 3
+    assert lanes[0].log.count("wait") == 3
+    offloader.give_up(device, 3 * 32)
+    assert lanes[0].log.count("wait") == 3
+    offloader.give_up(device, 0)
+    assert all(handle.held is None for handle in parked)
+
+
+@pytest.mark.parametrize(("ahead", "back"), [(None, 1), (0, 0), (31, 0), (32, 1), (64, 2), (95, 2), (1000, 4)])
+def test_as_much_comes_back_as_there_is_room_for(ahead, back):
+    offloader, _ = offloader_of()
+    parked, group = [], None
+    for _ in range(4):
+        group = Group(group, ahead)
+        parked.append(offloader.send(torch.randn(8), group))
+    last = Group(group, ahead)  # sends nothing
+    offloader.settle(torch.device("cpu"))
+    offloader.approach(last)
+    assert [handle.arriving is not None for handle in parked] == [False] * (4 - back) + [True] * back
+    offloader.approach(last)
+    assert sum(handle.arriving is not None for handle in parked) == back
+
+
 def test_fetching_starts_the_copy_of_the_one_before():
     offloader, lanes = offloader_of()
     parked = send_all(offloader, [torch.randn(8) for _ in range(3)])

@@ -1,0 +1,153 @@
+"""What an assignment of modes to layers takes: bytes at the highest, and the time that is waited for copies.
+
+    forward    before a layer, the computing stream waits until no more bytes are leaving than there is room for beside
+               what is held and what the layer itself makes; before the loss likewise
+    backward   while a layer runs, what earlier ones sent comes back, as far as there is room for it
+
+Early layers hold less than late ones: the late ones' share is free again by the time an early one is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .tape import Level
+
+RECOMPUTE, OFFLOAD, KEEP = "recompute", "offload", "keep"
+# What becomes of a layer: one of these names, or what becomes of each kind.
+Mode = Level | str
+
+# Of a layer's forward, until half of what it sends is made.
+_UNTIL_SENT = 0.4
+# Of a layer's backward, until it needs the last of what it sent.
+_UNTIL_NEEDED = 0.5
+
+
+class Measured(NamedTuple):
+    """One model's step, measured. Bytes and seconds are of `tokens` tokens."""
+
+    tokens: int
+    layers: int
+    input_bytes: float  # of one layer's input
+    kinds: Mapping[str, float]  # bytes that one layer saves for backward, by kind
+    again_seconds: Mapping[str, float]  # to make a layer's tensors of a kind again
+    forward_seconds: float  # of one layer
+    backward_seconds: float  # of one layer that runs nothing again
+    loss_bytes: float  # above what was there before the forward, at the highest until backward begins
+    backward_bytes: float  # the same in backward; both with checkpointing of every layer
+    loss_seconds: float  # between the forward of the last layer and its backward
+    bandwidth: float  # bytes a second to the host; 0: nothing can leave
+    can_tell: bool = True  # whether layers tell what they make
+    first_input_stays: bool = False  # held by autograd itself
+
+    @property
+    def saved_bytes(self) -> float:
+        """That one layer saves if everything is kept."""
+        return sum(self.kinds.values())
+
+    @property
+    def beside_inputs(self) -> float:
+        """Bytes at the highest until backward begins, beside the layers' inputs."""
+        return self.loss_bytes - self.layers * self.input_bytes
+
+
+class Option(NamedTuple):
+    """What one layer costs in one mode."""
+
+    mode: Mode
+    held: float  # bytes on the device between forward and backward
+    sent: float  # bytes that leave
+    seconds: float  # run again in backward
+    running: float  # bytes of its activations that are there at a time in its forward
+    alive: float  # and in its backward
+
+
+class Schedule(NamedTuple):
+    """When tensors leave and come back, and what that takes. Bytes are above what was there before the forward."""
+
+    least: float  # bytes at the highest if every copy were waited for
+    peak: float  # bytes at the highest
+    waited: float  # seconds
+    leaving: tuple[float, ...]  # bytes that may be leaving when each layer begins, and when the loss does
+    arriving: tuple[float, ...]  # bytes of earlier layers that may come back while each layer is in backward
+
+
+def schedule(assignment: Sequence[Option], measured: Measured, room: float) -> Schedule:
+    """Lets as much be under way as there is room for.
+
+    Args:
+        assignment: one option for each layer.
+        measured: the step.
+        room: bytes above what was there before the forward.
+    """
+    beside = measured.backward_bytes - (measured.layers - 1) * measured.input_bytes - measured.saved_bytes
+    held = measured.input_bytes if measured.first_input_stays and assignment[0].sent else 0.0
+    needs: list[float] = []  # when each layer begins and when the loss does, without what is leaving
+    returns: list[float] = []  # in the backward of each layer, without what is coming back
+    for option in assignment:
+        needs.append(held + option.running)
+        returns.append(held + beside + option.alive)
+        held += option.held
+    needs.append(held + measured.beside_inputs)
+    least = max(*needs, *returns)
+    leaving = tuple(max(room - need, 0.0) for need in needs)
+    arriving = tuple(max(room - need, 0.0) for need in returns)
+    sent, peak = 0.0, least
+    for place, need in enumerate(needs):
+        peak = max(peak, need + min(sent, leaving[place]))
+        sent += assignment[place].sent if place < len(assignment) else 0.0
+    waited = 0.0
+    if measured.bandwidth and sent:
+        waited, backlog = _waits_forward(assignment, measured, leaving)
+        waited += _waits_backward(assignment, measured, arriving, backlog)
+    return Schedule(least, peak, waited, leaving, arriving)
+
+
+def _waits_forward(assignment: Sequence[Option], measured: Measured, leaving: tuple[float, ...]) -> tuple[float, float]:
+    """Seconds waited before the loss, and for how long copies go on after the loss."""
+    layer = measured.forward_seconds
+    copies: list[tuple[float, float]] = []  # (bytes sent up to here, when they have left)
+    now = bus = sent = 0.0
+    for option, most in zip(assignment, leaving, strict=False):
+        now = max(now, _left(copies, sent - most, measured.bandwidth))
+        if option.sent:
+            sent += option.sent
+            bus = max(bus, now + _UNTIL_SENT * layer) + option.sent / measured.bandwidth
+            copies.append((sent, bus))
+        now += layer
+    now = max(now, _left(copies, sent - leaving[-1], measured.bandwidth))
+    return now - layer * len(assignment), max(bus - now - measured.loss_seconds, 0.0)
+
+
+def _left(copies: Sequence[tuple[float, float]], count: float, bandwidth: float) -> float:
+    """When the first `count` bytes have left."""
+    for sent, done in copies:
+        if sent >= count > 0:
+            return done - (sent - count) / bandwidth
+    return 0.0
+
+
+def _waits_backward(
+    assignment: Sequence[Option], measured: Measured, arriving: tuple[float, ...], backlog: float
+) -> float:
+    """Seconds that layers wait for what they sent."""
+    now = bus = waited = backlog  # the first layer takes the memory of what is leaving still
+    asked = len(assignment)  # the earliest layer that is under way
+    arrived = 0.0  # when this layer's are there
+    due: dict[int, float] = {}
+    for place in range(len(assignment) - 1, -1, -1):
+        option = assignment[place]
+        if option.mode not in (KEEP, RECOMPUTE):  # those ask for nothing
+            ahead = sum(assignment[other].sent for other in range(asked, place))
+            while asked > 0 and (asked > place or ahead + assignment[asked - 1].sent <= arriving[place]):
+                asked -= 1
+                ahead += assignment[asked].sent if asked < place else 0.0
+                bus = max(bus, now) + assignment[asked].sent / measured.bandwidth
+                due[asked] = bus
+        takes = measured.backward_seconds + option.seconds
+        arrived = due.get(place, 0.0) if option.sent else 0.0
+        end = max(now + takes, arrived + (1 - _UNTIL_NEEDED) * takes)
+        waited += end - now - takes
+        now = end
+    return waited
