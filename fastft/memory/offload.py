@@ -35,34 +35,30 @@ class Group:
 
     Args:
         previous: the layer before.
-        ahead: bytes of earlier layers that may come back while this one is in backward; None for one layer's.
+        ahead: bytes of earlier layers that may be back while this one is in backward; None for all of one layer's.
     """
 
-    __slots__ = ("__weakref__", "_previous", "ahead", "members", "sent")
+    __slots__ = ("__weakref__", "_previous", "ahead", "back", "members", "sent")
 
     def __init__(self, previous: Group | None = None, ahead: float | None = None) -> None:
-        self.members: list[weakref.ref[Parked]] = []
+        self.members: list[weakref.ref[Parked]] = []  # that nobody has asked for
         self.ahead = ahead
-        self.sent = 0  # bytes
+        self.sent = self.back = 0  # bytes
         self._previous = weakref.ref(previous) if previous is not None else None
 
-    def needed(self) -> list[Group]:
-        """This layer and those before it that may come back meanwhile, the next one to run first."""
-        found = [self]
-        room = self.ahead
-        while (previous := found[-1].previous) is not None:
-            if room is None:
-                return [*found, previous]
-            room -= previous.sent
-            if room < 0:
+    def needed(self) -> list[tuple[Group, float]]:
+        """This layer and those before it that may come back meanwhile, each with the bytes that may be back of it; the
+        next one to run first."""
+        found: list[tuple[Group, float]] = [(self, float("inf"))]
+        room = float("inf") if self.ahead is None else self.ahead
+        before = self._previous() if self._previous is not None else None
+        while before is not None and room > 0:
+            found.append((before, room))
+            if self.ahead is None:
                 break
-            found.append(previous)
+            room -= before.sent
+            before = before._previous() if before._previous is not None else None
         return found
-
-    @property
-    def previous(self) -> Group | None:
-        """The layer before, while anything of it is needed."""
-        return self._previous() if self._previous is not None else None
 
 
 class Parked:
@@ -127,14 +123,28 @@ class _Port:
         if not self.recent or self.recent[-1] is not group:
             self.recent = [*self.recent, group][-(window or 1) :]
             if window is not None:
-                self.settle(self.recent)
+                self.keep(self.recent)
 
-    def settle(self, needed: list[Group]) -> None:
-        """Gives up the device memory of all that are leaving, but for what is needed now."""
-        self.recent = needed
+    def keep(self, groups: list[Group]) -> None:
+        """Gives up the device memory of all that are leaving, but for that of some layers."""
+        self.recent = groups
         self._forget_orphans()
-        while self.leaving and not any(self.leaving[0][0] is group for group in needed):
+        while self.leaving and not self._is_first_of(groups):
             self._give_up_first()
+
+    def turn(self, needed: list[Group], ahead: float) -> None:
+        """Backward comes to the first of some layers. What it sent stays, and as much as `ahead` bytes of the others,
+        the latest that were sent; backward takes the memory of all else."""
+        while self.leaving and self.leaving[-1][0] is needed[0]:
+            _, _, tensor, ticket = self.leaving.pop()
+            self.bytes_leaving -= tensor.nbytes
+            self.lane.wait(ticket)  # from here on backward may free it
+        self.keep(needed)
+        while self.bytes_leaving > ahead:
+            self._give_up_first()
+
+    def _is_first_of(self, groups: list[Group]) -> bool:
+        return any(self.leaving[0][0] is group for group in groups)
 
     def give_up(self, most: float) -> None:
         """Gives up the device memory of the first, until no more than some bytes are leaving."""
@@ -212,7 +222,7 @@ class Offloader:
     def settle(self, device: torch.device) -> None:
         """Gives up the device memory of everything that is leaving."""
         with self._lock:
-            self._port(device).settle([])
+            self._port(device).keep([])
 
     def give_up(self, device: torch.device, most: float) -> None:
         """Gives up the device memory of what began to leave first, until no more than `most` bytes are leaving."""
@@ -240,26 +250,32 @@ class Offloader:
         return tensor
 
     def approach(self, group: Group) -> None:
-        """Backward has come to a layer: what it sent, and what those before it sent, has to come back."""
+        """Backward has come to a layer: what it sent has to come back, and what those before it sent as far as there is
+        room for it."""
         needed = group.needed()
+        ahead = float("inf") if group.ahead is None else group.ahead
         with self._lock, torch.inference_mode(False):
             for port in self._ports.values():
-                port.settle(needed)  # backward takes the memory of what is leaving still
-            for each in needed:
-                self._bring_all(each)
+                port.turn([each for each, _ in needed], ahead)
+            for each, most in needed:
+                self._bring_all(each, most)
 
     def drain(self) -> None:
         """The host waits for every copy."""
         for port in self._ports.values():
             port.lane.drain()
 
-    def _bring_all(self, group: Group) -> None:
-        """In the order in which backward needs them."""
-        members, group.members = group.members, []  # once: a second backward asks for each by itself
-        for reference in reversed(members):
-            parked = reference()
-            if parked is not None:
+    def _bring_all(self, group: Group, most: float) -> None:
+        """In the order in which backward needs them, until some bytes of the layer are back. A second backward asks for
+        each by itself."""
+        while group.members:
+            parked = group.members[-1]()
+            if parked is not None and parked.host is not None:
+                if group.back + parked.host.nbytes > most:
+                    return
+                group.back += parked.host.nbytes
                 self._bring(parked)
+            group.members.pop()
 
     def _bring(self, parked: Parked) -> None:
         if parked.held is not None or parked.arriving is not None:

@@ -86,15 +86,14 @@ def options_of(measured: Measured) -> list[Option]:
     if measured.bandwidth:
         options.append(Option(OFFLOAD, 0.0, size, measured.forward_seconds, forgetful, everything))
         levels += [THIN_SENT, LEAN_SENT, ALL_SENT] if levels else []
-    rotated, norm, activation = (kinds.get(kind, 0.0) for kind in ("rotated", "norm", "activation"))
-    running = everything - rotated - norm / 2  # of two norms, one is needed at a time
-    alive = running - activation / 2
+    # When the gradients of the largest products are there, attention has made nothing again yet.
+    alive = everything - kinds.get("rotated", 0.0) - kinds.get("norm", 0.0) / 2
     for level in levels:
         of = {"again": 0.0, "offload": 0.0, "keep": 0.0}
         for kind, count in kinds.items():
             of[level.actions.get(kind, "keep")] += count
         seconds = sum(again.get(kind, 0.0) for kind, action in level.actions.items() if action == "again")
-        options.append(Option(level, of["keep"], of["offload"], seconds, running, alive))
+        options.append(Option(level, of["keep"], of["offload"], seconds, everything, alive))
     return options
 
 

@@ -94,7 +94,8 @@ class Planner:
             self._learn(layers)
         if self._measured is not None and tokens > _REMEASURE * self._measured.tokens:
             self._restart()
-        self._device, self._tokens, self._static, self._input_bytes = x.device, tokens, memory.allocated, x.nbytes
+        self._device, self._tokens, self._input_bytes = x.device, tokens, x.nbytes
+        self._static = memory.allocated - x.nbytes  # it is there already, and counted with the other layers'
         self._input_stays = is_held_by_autograd(x)
         if self._measured is None:
             self._phase = max(self._phase, 1)
@@ -206,7 +207,7 @@ class Planner:
 
     def _budget_for(self, tokens: int, static: float) -> float:
         assert self._measured is not None and self._device is not None
-        free = self._static + self._machine.free(self._device) * _FREE_SHARE
+        free = self._static + self._input_bytes + self._machine.free(self._device) * _FREE_SHARE
         if self._budget == "auto":
             return free
         if self._budget is not None:

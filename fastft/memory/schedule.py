@@ -92,7 +92,12 @@ def schedule(assignment: Sequence[Option], measured: Measured, room: float) -> S
     needs.append(held + measured.beside_inputs)
     least = max(*needs, *returns)
     leaving = tuple(max(room - need, 0.0) for need in needs)
-    arriving = tuple(max(room - need, 0.0) for need in returns)
+    arriving: list[float] = []
+    ahead = 0.0  # what is back for one layer is there still for the next
+    for option, need in zip(assignment, returns, strict=True):
+        ahead = min(max(room - need, 0.0), ahead)
+        arriving.append(ahead)
+        ahead += option.sent
     sent, peak = 0.0, least
     for place, need in enumerate(needs):
         peak = max(peak, need + min(sent, leaving[place]))
@@ -101,7 +106,7 @@ def schedule(assignment: Sequence[Option], measured: Measured, room: float) -> S
     if measured.bandwidth and sent:
         waited, backlog = _waits_forward(assignment, measured, leaving)
         waited += _waits_backward(assignment, measured, arriving, backlog)
-    return Schedule(least, peak, waited, leaving, arriving)
+    return Schedule(least, peak, waited, leaving, tuple(arriving))
 
 
 def _waits_forward(assignment: Sequence[Option], measured: Measured, leaving: tuple[float, ...]) -> tuple[float, float]:
@@ -110,44 +115,42 @@ def _waits_forward(assignment: Sequence[Option], measured: Measured, leaving: tu
     copies: list[tuple[float, float]] = []  # (bytes sent up to here, when they have left)
     now = bus = sent = 0.0
     for option, most in zip(assignment, leaving, strict=False):
-        now = max(now, _left(copies, sent - most, measured.bandwidth))
+        now = max(now, _done(copies, sent - most, measured.bandwidth))
         if option.sent:
             sent += option.sent
             bus = max(bus, now + _UNTIL_SENT * layer) + option.sent / measured.bandwidth
             copies.append((sent, bus))
         now += layer
-    now = max(now, _left(copies, sent - leaving[-1], measured.bandwidth))
+    now = max(now, _done(copies, sent - leaving[-1], measured.bandwidth))
     return now - layer * len(assignment), max(bus - now - measured.loss_seconds, 0.0)
 
 
-def _left(copies: Sequence[tuple[float, float]], count: float, bandwidth: float) -> float:
-    """When the first `count` bytes have left."""
-    for sent, done in copies:
-        if sent >= count > 0:
-            return done - (sent - count) / bandwidth
+def _done(copies: Sequence[tuple[float, float]], count: float, bandwidth: float) -> float:
+    """When the first `count` bytes have been copied."""
+    for copied, done in copies:
+        if copied >= count > 0:
+            return done - (copied - count) / bandwidth
     return 0.0
 
 
 def _waits_backward(
-    assignment: Sequence[Option], measured: Measured, arriving: tuple[float, ...], backlog: float
+    assignment: Sequence[Option], measured: Measured, arriving: Sequence[float], backlog: float
 ) -> float:
-    """Seconds that layers wait for what they sent."""
+    """Seconds that layers wait for what is leaving still and for what they sent."""
     now = bus = waited = backlog  # the first layer takes the memory of what is leaving still
-    asked = len(assignment)  # the earliest layer that is under way
-    arrived = 0.0  # when this layer's are there
-    due: dict[int, float] = {}
-    for place in range(len(assignment) - 1, -1, -1):
-        option = assignment[place]
+    copies: list[tuple[float, float]] = []  # (bytes asked for up to here, when they have come)
+    needed = asked = 0.0  # bytes, from the last layer on
+    for option, ahead in zip(reversed(assignment), reversed(arriving), strict=True):
+        needed += option.sent
         if option.mode not in (KEEP, RECOMPUTE):  # those ask for nothing
-            ahead = sum(assignment[other].sent for other in range(asked, place))
-            while asked > 0 and (asked > place or ahead + assignment[asked - 1].sent <= arriving[place]):
-                asked -= 1
-                ahead += assignment[asked].sent if asked < place else 0.0
-                bus = max(bus, now) + assignment[asked].sent / measured.bandwidth
-                due[asked] = bus
+            for wanted in (needed, needed + ahead):
+                if wanted > asked:
+                    bus = max(bus, now) + (wanted - asked) / measured.bandwidth
+                    asked = wanted
+                    copies.append((asked, bus))
         takes = measured.backward_seconds + option.seconds
-        arrived = due.get(place, 0.0) if option.sent else 0.0
-        end = max(now + takes, arrived + (1 - _UNTIL_NEEDED) * takes)
+        come = _done(copies, needed, measured.bandwidth) if option.sent else 0.0
+        end = max(now + takes, come + (1 - _UNTIL_NEEDED) * takes)
         waited += end - now - takes
         now = end
     return waited

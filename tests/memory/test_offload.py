@@ -69,19 +69,22 @@ def test_a_plan_says_how_many_bytes_may_be_leaving():
     assert all(handle.held is None for handle in parked)
 
 
-@pytest.mark.parametrize(("ahead", "back"), [(None, 1), (0, 0), (31, 0), (32, 1), (64, 2), (95, 2), (1000, 4)])
+@pytest.mark.parametrize(("ahead", "back"), [(None, 2), (0, 0), (31, 0), (32, 1), (63, 1), (64, 2), (96, 3), (1000, 8)])
 def test_as_much_comes_back_as_there_is_room_for(ahead, back):
+    """Tensor by tensor, of layers that send two of 32 bytes each."""
     offloader, _ = offloader_of()
     parked, group = [], None
     for _ in range(4):
         group = Group(group, ahead)
-        parked.append(offloader.send(torch.randn(8), group))
+        parked += [offloader.send(torch.randn(8), group) for _ in range(2)]
     last = Group(group, ahead)  # sends nothing
     offloader.settle(torch.device("cpu"))
-    offloader.approach(last)
-    assert [handle.arriving is not None for handle in parked] == [False] * (4 - back) + [True] * back
-    offloader.approach(last)
-    assert sum(handle.arriving is not None for handle in parked) == back
+    for _ in range(2):
+        offloader.approach(last)
+        assert [handle.arriving is not None for handle in parked] == [False] * (8 - back) + [True] * back
+    offloader.approach(group)  # all of its own, and as much again
+    own_and_ahead = min(2 + (2 if ahead is None else ahead // 32), 8)
+    assert sum(handle.arriving is not None for handle in parked) == max(own_and_ahead, back)
 
 
 def test_fetching_starts_the_copy_of_the_one_before():
@@ -112,7 +115,7 @@ def test_a_tensor_that_is_still_there_is_not_copied_back():
     tensor = torch.randn(8)
     parked = offloader.send(tensor, Group())
     assert offloader.fetch(parked).data_ptr() == tensor.data_ptr()
-    assert lanes[0].log == ["copy"]
+    assert lanes[0].log == ["copy", "wait"]  # for the way out: from now on its memory may be freed
 
 
 def test_fetching_again_gives_the_same_values():

@@ -142,7 +142,7 @@ def bus_case(sent, **changes):
 def test_copies_that_have_time_are_not_waited_for():
     found = schedule(*bus_case([1, 1, 1, 0], loss_seconds=3.0), 3.0)
     assert found.waited == pytest.approx(0.0) and found.least == 1.0 and found.peak == 3.0
-    assert found.leaving == (2.0,) * 5 and found.arriving == (2.0,) * 4
+    assert found.leaving == (2.0,) * 5 and found.arriving == (0.0, 1.0, 2.0, 2.0)
 
 
 def test_copies_are_waited_for_where_they_take_more_room_than_there_is():
@@ -161,8 +161,11 @@ def test_backward_waits_for_what_has_not_left_and_for_what_has_not_come_back():
     # Four bytes take four seconds to come back: the layer after hides two, and half of the layer's own backward one.
     assignment, case = bus_case([0, 4, 0], loss_seconds=100.0)
     assert schedule(assignment, case, 5.0).waited == pytest.approx(4 - 2 - 1)
-    # Without room beside the last layer they start with their own; and its forward begins when one has left, at 2.4.
-    assert schedule(assignment, case, 4.0).waited == pytest.approx(4 - 1 + 0.4)
+    # With room for three of them the fourth starts when the third is there, which is in time; but the last layer's
+    # forward begins when one has left, at 2.4.
+    assert schedule(assignment, case, 4.0).waited == pytest.approx(4 - 2 - 1 + 0.4)
+    # With room for one the others start with their own layer; the last layer's forward begins when three have left.
+    assert schedule(assignment, case, 2.0).waited == pytest.approx(3 - 1 + 2.4)
 
 
 def test_late_layers_hold_beside_the_loss_and_early_ones_hold_beside_them():
@@ -170,7 +173,14 @@ def test_late_layers_hold_beside_the_loss_and_early_ones_hold_beside_them():
     assignment = [option._replace(held=10.0) for option in assignment]
     found = schedule(assignment, case, 30.0)
     assert found.least == found.peak == 25.0
-    assert found.leaving == (29.0, 19.0, 5.0) and found.arriving == (27.0, 17.0)
+    assert found.leaving == (29.0, 19.0, 5.0) and found.arriving == (0.0, 0.0)  # nothing was sent
+
+
+def test_what_is_back_for_one_layer_leaves_room_for_the_next():
+    assignment, case = bus_case([1, 1, 1, 0])
+    # The first layer needs more than the others, so that no more may be back before it than it has sent.
+    assignment[1] = assignment[1]._replace(alive=6.0)
+    assert schedule(assignment, case, 6.5).arriving == (0.0, 0.5, 1.5, 2.5)
 
 
 def test_rows_put_the_layers_of_one_mode_together():
