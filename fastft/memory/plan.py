@@ -79,7 +79,8 @@ def options_of(measured: Measured) -> list[Option]:
     # A checkpointed layer saves nothing while it runs.
     forgetful = min(everything, max(measured.beside_inputs, 0.0) + size)
     options = [
-        Option(KEEP, everything, 0.0, 0.0, everything, everything),
+        # With all that is saved, what the last product makes and its sum with the residual are there.
+        Option(KEEP, everything, 0.0, 0.0, everything + 2 * size, everything),
         Option(RECOMPUTE, size, 0.0, measured.forward_seconds, forgetful, everything),
     ]
     levels = [THIN, LEAN] if measured.can_tell else []
