@@ -41,10 +41,11 @@ class PatchConfig:
             it plans nothing, since plans could differ where layers communicate. Under torch.compile every layer is
             checkpointed as stock has it, whatever is asked for. "selective" keeps products of matrices
             and attention and runs only norms and activations again: about half of a layer's memory (Qwen3-8B with LoRA,
-            16,384 tokens: 1,352 of 2,536 MiB). "offload" runs the whole layer again, from an input that waits in host
-            memory, which frees layers x tokens x hidden x bytes of the GPU, less the last layer's input and a first one
-            that autograd holds itself (a leaf, as where embeddings are frozen). "recompute" keeps the inputs on the
-            GPU, as stock does; False leaves Hugging Face's function alone.
+            16,384 tokens: 1,352 of 2,536 MiB). Where a layer's MLP stays stock, torch's selective checkpointing does
+            it, with one backward for each forward. "offload" runs the whole layer again, from an input that waits in
+            host memory, which frees layers x tokens x hidden x bytes of the GPU, less the last layer's input and a
+            first one that autograd holds itself (a leaf, as where embeddings are frozen). "recompute" keeps the inputs
+            on the GPU, as stock does; False leaves Hugging Face's function alone.
         memory_budget: bytes of GPU memory at the highest, or "auto" for what is free, within which "auto" plans
             instead, keeping as much as fits. Given, layers are planned whether checkpointing is switched on or not.
     """

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .activations import ActivationMemory
 from .offload import Group, Parked
+from .policy import WrittenIntoError, checkpoint_but_products
 from .schedule import KEEP, OFFLOAD, RECOMPUTE, Mode
 from .tape import Level
 
@@ -34,18 +36,26 @@ class LayerCheckpoint:
         index: of the layer among those of its stack that are checkpointed.
         count: how many these are.
         planned: whether the stack is the one that the memory plan is made for.
+        tells: whether the modules of the layer tell what they make.
     """
 
     def __init__(
-        self, inner: Callable[..., Any], memory: ActivationMemory, index: int, count: int, planned: bool = True
+        self,
+        inner: Callable[..., Any],
+        memory: ActivationMemory,
+        index: int,
+        count: int,
+        planned: bool = True,
+        tells: bool = True,
     ) -> None:
         self.inner = inner
         self.memory = memory
-        self.index, self.count, self.planned = index, count, planned
+        self.index, self.count, self.planned, self.tells = index, count, planned, tells
+        self._writes = ""  # how the layer writes into what its operators would keep, if it does
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCheckpoint:
         inner, memory = deepcopy(self.inner, memo), deepcopy(self.memory, memo)
-        return LayerCheckpoint(inner, memory, self.index, self.count, self.planned)
+        return LayerCheckpoint(inner, memory, self.index, self.count, self.planned, self.tells)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return _same, (self.inner,)  # a pickle holds the unpatched model
@@ -73,10 +83,13 @@ class LayerCheckpoint:
 
     def _run(self, mode: Mode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         memory = self.memory
-        if mode not in (RECOMPUTE, OFFLOAD) and _has_policy(self.inner):
+        options = _options_of(self.inner)
+        if mode not in (RECOMPUTE, OFFLOAD) and "context_fn" in options:  # the caller says what a checkpoint keeps
             memory.counters["left alone: a policy of the caller's (context_fn)"] += 1
             mode = RECOMPUTE
         bound = functools.partial(function, **kwargs) if kwargs else function
+        if isinstance(mode, Level) and memory.planner is None and not self.tells:
+            return self._kept_by_operators(options, bound, *args)
         if mode == KEEP or isinstance(mode, Level):
             return self._kept(mode, bound, *args)
         if mode == OFFLOAD:
@@ -95,6 +108,22 @@ class LayerCheckpoint:
         pack = functools.partial(self._pack, group, _place_of(args[0]))
         with saved_tensors_hooks(pack, memory.offloader.fetch):
             return self.inner(function, *args)
+
+    def _kept_by_operators(self, options: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+        """The layer run again but for products of matrices and attention; all of it where it writes into these."""
+        if not self._writes:
+            cpu, devices = torch.get_rng_state(), get_device_states(*args)
+            try:
+                result = checkpoint_but_products(function, *args, **options)
+            except WrittenIntoError as error:
+                self._writes = str(error)
+                torch.set_rng_state(cpu)  # it runs once more, and draws the same
+                set_device_states(*devices)
+            else:
+                self.memory.counters["layer kept in part, by its operators"] += 1
+                return result
+        self.memory.counters[f"left alone: {self._writes}"] += 1
+        return self.inner(function, *args)
 
     def _kept(self, mode: Mode, function: Callable[..., Any], *args: Any) -> Any:
         """The layer run once; checkpointed after all if memory runs out."""
@@ -162,13 +191,13 @@ def _same(inner: Any) -> Any:
     return inner
 
 
-def _has_policy(function: Any) -> bool:
-    """Whether the caller says what a checkpoint keeps."""
+def _options_of(function: Any) -> dict[str, Any]:
+    """The keywords that a checkpoint function was given already."""
+    found: dict[str, Any] = {}
     while isinstance(function, functools.partial):
-        if "context_fn" in function.keywords:
-            return True
+        found = {**function.keywords, **found}
         function = function.func
-    return False
+    return found
 
 
 def is_torch_checkpoint(function: Any) -> bool:

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..memory.activations import ActivationMemory
 from ..memory.checkpoint import LayerCheckpoint
+from .state import state_of
 
 MEMORY = "_fastft_memory"
 _METHOD = "_set_gradient_checkpointing"
@@ -81,7 +82,14 @@ def _wrap_layers(model: nn.Module, memory: ActivationMemory) -> None:
             inner = layer.__dict__[_FUNCTION]
             if isinstance(inner, LayerCheckpoint):
                 inner = inner.inner
-            layer.__dict__[_FUNCTION] = LayerCheckpoint(inner, memory, index, len(layers), layers is longest)
+            planned, tells = layers is longest, _tells(layer)
+            layer.__dict__[_FUNCTION] = LayerCheckpoint(inner, memory, index, len(layers), planned, tells)
+
+
+def _tells(layer: nn.Module) -> bool:
+    """Whether a layer's largest activations are made by modules that tell of them."""
+    states = map(state_of, layer.modules())
+    return any(state is not None and state.kind == "mlp" and state.bound for state in states)
 
 
 def _checkpointed_layers(stack: nn.Module) -> list[GradientCheckpointingLayer]:

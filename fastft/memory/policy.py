@@ -1,0 +1,71 @@
+"""What a checkpoint keeps of layers that tell nothing: products of matrices and attention, like layers that do.
+
+torch's own selective checkpointing, for layers that stay stock. Its limits are torch's: one backward through each
+graph, and no writing into what was kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# Names of operators, of which a version of torch may lack some. Convolutions are those of short state-space layers.
+_KEPT = (
+    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "aten._scaled_mm", "aten.convolution",
+    "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._flash_attention_forward", "aten._efficient_attention_forward", "fastft.flash_attn_varlen_forward",
+    "flash_attn._flash_attn_varlen_forward", "flash_attn._flash_attn_forward",
+)  # fmt: skip
+
+
+def is_kept(operator: Any) -> bool:
+    """Whether an operator's output is dear to make: "namespace.name" of an overload."""
+    return isinstance(operator, torch._ops.OpOverload) and str(operator.overloadpacket) in _KEPT
+
+
+class WrittenIntoError(RuntimeError):
+    """A function writes into what a kept operator made: run again, it would write twice."""
+
+
+def checkpoint_but_products(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint` of a function that runs all but its kept operators again.
+
+    Args:
+        function: and its arguments.
+        options: of torch's checkpoint, where `use_reentrant` is of no account: only the other form can keep anything.
+
+    Raises:
+        WrittenIntoError: in forward, and nothing is checkpointed.
+    """
+    options = {name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")}
+    contexts = functools.partial(_contexts, set())
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **options)
+
+
+def _contexts(kept: set[int]) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_policy, kept))
+
+
+def _policy(kept: set[int], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator._schema.is_mutable and any(address in kept for address in _written(operator, args, kwargs)):
+        raise WrittenIntoError(f"{operator} writes into a product of matrices or the output of attention")
+    if not is_kept(operator):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    outputs = context.op_output if isinstance(context.op_output, (tuple, list)) else (context.op_output,)
+    kept.update(output.untyped_storage()._cdata for output in outputs if isinstance(output, torch.Tensor))
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+    """Addresses of the storages that an operator writes into."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor.untyped_storage()._cdata
