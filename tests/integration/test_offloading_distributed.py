@@ -90,6 +90,6 @@ def test_gradients_are_those_of_plain_checkpointing_and_inputs_leave(found, way)
     for rank in found:
         same, count, offloaded, left = rank[way]
         assert same and count >= 2 * LAYERS
-        # The last input stays, and with frozen embeddings so does the first, a leaf; FSDP puts a node of its own behind.
+        # The last input stays, and with frozen embeddings so does the first, a leaf; FSDP puts a node behind it.
         assert offloaded == STEPS * (LAYERS - 2 if way == "ddp, adapters" else LAYERS - 1)
         assert left == 0
