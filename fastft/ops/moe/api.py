@@ -36,7 +36,7 @@ def sort_by_expert(topk_indices: torch.Tensor, num_experts: int, *, impl: str = 
         `ExpertOrder`: pairs and rows, int32 [T * K], and offsets, int32 [E].
 
     Raises:
-        KernelInputError: topk_indices is not [T, K] of integers, has more than 2^31 - 128 pairs, or there are no experts.
+        KernelInputError: topk_indices is not [T, K] of integers or has more than 2^31 - 128 pairs; no experts.
         UnsupportedOptionError: an implementation that cannot run here.
     """
     if topk_indices.ndim != 2 or topk_indices.dtype not in (torch.int32, torch.int64):
