@@ -83,8 +83,8 @@ class LayerCheckpoint:
 
     def _run(self, mode: Mode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         memory = self.memory
-        options = _options_of(self.inner)
-        if mode not in (RECOMPUTE, OFFLOAD) and "context_fn" in options:  # the caller says what a checkpoint keeps
+        options = _options_of(self.inner) if mode not in (RECOMPUTE, OFFLOAD) else {}
+        if "context_fn" in options:  # the caller says what a checkpoint keeps
             memory.counters["left alone: a policy of the caller's (context_fn)"] += 1
             mode = RECOMPUTE
         bound = functools.partial(function, **kwargs) if kwargs else function

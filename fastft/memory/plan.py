@@ -153,7 +153,9 @@ def _search(measured: Measured, room: float) -> _Candidate:
         before = best
         for assignment in _neighbours(before.assignment, options):
             best = _better(best, assignment, measured, room)
-        if best.rank(room) >= before.rank(room) or 0 <= before.seconds - best.seconds < _WORTH_SECONDS:
+        if best is before:
+            return best
+        if before.schedule.least <= room and before.seconds - best.seconds < _WORTH_SECONDS:
             return before
     return best
 
