@@ -6,11 +6,12 @@ graph, and no writing into what was kept.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Names of operators, of which a version of torch may lack some. Convolutions are those of short state-space layers.
@@ -43,26 +44,46 @@ def checkpoint_but_products(function: Callable[..., Any], *args: Any, **options:
         WrittenIntoError: in forward, and nothing is checkpointed.
     """
     options = {name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")}
-    contexts = functools.partial(_contexts, set())
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **options)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **options)
 
 
-def _contexts(kept: set[int]) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, kept))
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return _watched(forward), again
 
 
-def _policy(kept: set[int], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator._schema.is_mutable and any(address in kept for address in _written(operator, args, kwargs)):
-        raise WrittenIntoError(f"{operator} writes into a product of matrices or the output of attention")
-    if not is_kept(operator):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    outputs = context.op_output if isinstance(context.op_output, (tuple, list)) else (context.op_output,)
-    kept.update(output.untyped_storage()._cdata for output in outputs if isinstance(output, torch.Tensor))
-    return CheckpointPolicy.MUST_SAVE
+@contextmanager
+def _watched(forward: AbstractContextManager[Any]) -> Iterator[None]:
+    with _Watch(), forward:
+        yield
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses to write into what a kept operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: set[int] = set()  # addresses of storages, which torch keeps alive meanwhile
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._kept.isdisjoint(_written(func, args, kwargs)):
+            raise WrittenIntoError(f"{func} writes into a product of matrices or the output of attention")
+        results = func(*args, **kwargs)
+        if is_kept(func):
+            outputs = results if isinstance(results, (tuple, list)) else (results,)
+            self._kept.update(each.untyped_storage()._cdata for each in outputs if isinstance(each, torch.Tensor))
+        return results
 
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
     """Addresses of the storages that an operator writes into."""
+    if not isinstance(operator, torch._ops.OpOverload) or not operator._schema.is_mutable:
+        return
     for place, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
