@@ -117,6 +117,8 @@ class ActivationMemory:
     def begin(self, x: torch.Tensor, count: int) -> None:
         """A forward with gradients begins with x, the input of the first of `count` layers."""
         if self.planner is not None and self.machine.can_plan(x.device):
+            if self._offloader is not None:
+                self._offloader.forget(x.device)  # else the planner takes it for memory of other things
             self.planner.begin(x, count)
             if self.planner.plan is not None:
                 self.offloader.window = None

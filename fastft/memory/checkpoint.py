@@ -84,8 +84,9 @@ class LayerCheckpoint:
     def _run(self, mode: Mode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         memory = self.memory
         options = _options_of(self.inner) if mode not in (RECOMPUTE, OFFLOAD) else {}
-        if "context_fn" in options:  # the caller says what a checkpoint keeps
-            memory.counters["left alone: a policy of the caller's (context_fn)"] += 1
+        if "context_fn" in options or (options.get("debug") and not self.tells):  # torch debugs no selective ones
+            name = "context_fn" if "context_fn" in options else "debug"
+            memory.counters[f"left alone: a checkpoint with {name} of the caller's"] += 1
             mode = RECOMPUTE
         bound = functools.partial(function, **kwargs) if kwargs else function
         if isinstance(mode, Level) and memory.planner is None and not self.tells:
@@ -115,8 +116,8 @@ class LayerCheckpoint:
             cpu, devices = torch.get_rng_state(), get_device_states(*args)
             try:
                 result = checkpoint_but_products(function, *args, **options)
-            except WrittenIntoError as error:
-                self._writes = str(error)
+            except (WrittenIntoError, NotImplementedError) as error:  # the latter of operators that no mode can see
+                self._writes = str(error).partition("\n")[0]
                 torch.set_rng_state(cpu)  # it runs once more, and draws the same
                 set_device_states(*devices)
             else:

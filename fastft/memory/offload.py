@@ -152,6 +152,14 @@ class _Port:
         while self.bytes_leaving > most:
             self._give_up_first()
 
+    def forget(self) -> None:
+        """Gives up what nothing refers to any more."""
+        dead = [entry for entry in self.leaving if entry[1]() is None]
+        self.leaving = deque(entry for entry in self.leaving if entry[1]() is not None)
+        for _, _, tensor, ticket in dead:
+            self.bytes_leaving -= tensor.nbytes
+            self.lane.wait(ticket)
+
     def _give_up_first(self) -> None:
         _, reference, tensor, ticket = self.leaving.popleft()
         self.bytes_leaving -= tensor.nbytes
@@ -231,6 +239,13 @@ class Offloader:
             if port is not None:
                 port.give_up(most)
 
+    def forget(self, device: torch.device) -> None:
+        """Gives up what left for graphs that are gone without a backward."""
+        with self._lock:
+            port = self._ports.get(device)
+            if port is not None:
+                port.forget()
+
     def fetch(self, parked: Parked) -> torch.Tensor:
         """The tensor, on its device, with its size and stride; what its layer and the one before it need is under way.
 
@@ -239,8 +254,8 @@ class Offloader:
         """
         parked.check()
         with self._lock, torch.inference_mode(False):
-            self._bring(parked)
             self.approach(parked.group)
+            self._bring(parked)  # if an earlier approach has asked for it, and it was given up since
             if parked.held is not None:
                 return parked.held
             assert parked.arriving is not None

@@ -1,11 +1,13 @@
 """What a checkpoint keeps of layers that tell nothing: products of matrices and attention, like layers that do.
 
 torch's own selective checkpointing, for layers that stay stock. Its limits are torch's: one backward through each
-graph, and no writing into what was kept.
+graph, and no writing into what was kept. Operators that write are found out; a kernel that writes past the dispatcher
+is not.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -44,7 +46,19 @@ def checkpoint_but_products(function: Callable[..., Any], *args: Any, **options:
         WrittenIntoError: in forward, and nothing is checkpointed.
     """
     options = {name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")}
-    return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **options)
+    return checkpoint(
+        functools.partial(_uncached, function), *args, use_reentrant=False, context_fn=_contexts, **options
+    )
+
+
+def _uncached(function: Callable[..., Any], *args: Any) -> Any:
+    """Autocast casts a weight in every call: one that was cast before the forward would be cast in backward alone."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return function(*args)
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -68,6 +82,10 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._kept: set[int] = set()  # addresses of storages, which torch keeps alive meanwhile
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as torch's own modes for checkpoints
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -91,14 +91,20 @@ def schedule(assignment: Sequence[Option], measured: Measured, room: float) -> S
         held += option.held
     needs.append(held + measured.beside_inputs)
     least = max(*needs, *returns)
-    leaving = tuple(max(room - need, 0.0) for need in needs)
+    leaving = [max(room - need, 0.0) for need in needs]
+    for option, need in zip(reversed(assignment), reversed(returns), strict=True):
+        if option.mode not in (KEEP, RECOMPUTE):
+            break
+        leaving[-1] = min(leaving[-1], max(room - need, 0.0))  # nobody gives it up before that layer's backward is over
+    peak = least
     arriving: list[float] = []
     ahead = 0.0  # what is back for one layer is there still for the next
     for option, need in zip(assignment, returns, strict=True):
         ahead = min(max(room - need, 0.0), ahead)
         arriving.append(ahead)
+        peak = max(peak, need + ahead)
         ahead += option.sent
-    sent, peak = 0.0, least
+    sent = 0.0
     for place, need in enumerate(needs):
         peak = max(peak, need + min(sent, leaving[place]))
         sent += assignment[place].sent if place < len(assignment) else 0.0
@@ -106,10 +112,10 @@ def schedule(assignment: Sequence[Option], measured: Measured, room: float) -> S
     if measured.bandwidth and sent:
         waited, backlog = _waits_forward(assignment, measured, leaving)
         waited += _waits_backward(assignment, measured, arriving, backlog)
-    return Schedule(least, peak, waited, leaving, tuple(arriving))
+    return Schedule(least, peak, waited, tuple(leaving), tuple(arriving))
 
 
-def _waits_forward(assignment: Sequence[Option], measured: Measured, leaving: tuple[float, ...]) -> tuple[float, float]:
+def _waits_forward(assignment: Sequence[Option], measured: Measured, leaving: Sequence[float]) -> tuple[float, float]:
     """Seconds waited before the loss, and for how long copies go on after the loss."""
     layer = measured.forward_seconds
     copies: list[tuple[float, float]] = []  # (bytes sent up to here, when they have left)

@@ -90,8 +90,8 @@ def test_gradients_are_those_of_plain_checkpointing_and_inputs_leave(found, way)
     for rank in found:
         same, count, offloaded, left = rank[way]
         assert same and count >= 2 * LAYERS
-        # The last input stays, and with frozen embeddings so does the first, a leaf; behind which newer versions of FSDP
-        # put a node of their own.
+        # The last input stays, and with frozen embeddings so does the first, a leaf; behind which newer FSDP has
+        # a node of its own.
         leaves = {"ddp, adapters": (LAYERS - 2,), "fsdp2, adapters": (LAYERS - 2, LAYERS - 1)}
         assert offloaded / STEPS in leaves.get(way, (LAYERS - 1,))
         assert left == 0

@@ -337,7 +337,30 @@ def test_the_callers_policy_and_reentrant_checkpoints_of_layers_that_tell_nothin
     other.gradient_checkpointing_enable({"use_reentrant": True})
     assert_same(step(other), step(plain))
     assert report(other).counters["layer kept in part, by its operators"] == LAYERS  # torch's other form keeps nothing
-    assert report(other).counters["left alone: a policy of the caller's (context_fn)"] == LAYERS
+    assert report(other).counters["left alone: a checkpoint with context_fn of the caller's"] == LAYERS
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_weights_that_autocast_has_cast_before(family):
+    results = []
+    for model in stock_pair(family):
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                model(**batch())
+            torch.manual_seed(1)
+            loss = model(**batch()).loss + model(**batch(seed=1)).loss
+        loss.backward()
+        results.append(gradients(model))
+    # Not to the bit: gradients of a weight that was cast once are summed in its bf16 copy, of one cast twice in fp32.
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=0.02, atol=0.01 * expected.abs().max().item())
+
+
+def test_a_checkpoint_that_is_debugged_is_left_alone():
+    plain, other = stock_pair("gpt2")
+    other.gradient_checkpointing_enable({"use_reentrant": False, "debug": True})
+    assert_same(step(other), step(plain))
+    assert report(other).counters["left alone: a checkpoint with debug of the caller's"] == LAYERS
 
 
 def test_where_the_mlp_is_left_to_stock_operators_say_what_is_kept():

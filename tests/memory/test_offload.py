@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -85,6 +86,43 @@ def test_as_much_comes_back_as_there_is_room_for(ahead, back):
     offloader.approach(group)  # all of its own, and as much again
     own_and_ahead = min(2 + (2 if ahead is None else ahead // 32), 8)
     assert sum(handle.arriving is not None for handle in parked) == max(own_and_ahead, back)
+
+
+def test_backward_takes_the_memory_of_all_but_what_comes_back_soon():
+    offloader, _ = offloader_of()
+    offloader.window = None
+    parked = send_all(offloader, [torch.randn(8) for _ in range(5)])
+    last = Group(parked[-1].group, 2 * 32)
+    offloader.approach(last)
+    assert [handle.held is None for handle in parked] == [True] * 3 + [False] * 2
+    offloader.approach(Group(None, 0))  # of another forward, of which nothing has left
+    assert all(handle.held is None for handle in parked)
+
+
+def test_the_older_of_two_forwards_may_be_the_first_to_run_backward():
+    offloader, _ = offloader_of()
+    offloader.window = None
+    values = [torch.full((8,), float(number)) for number in range(6)]
+    parked = []
+    for forward in (values[:3], values[3:]):
+        group = None
+        for tensor, ahead in zip(forward, (0, 32, 1000), strict=True):
+            group = Group(group, ahead)
+            parked.append(offloader.send(tensor.clone(), group))
+    for place in (2, 1, 0, 5, 4, 3):
+        assert torch.equal(offloader.fetch(parked[place]), values[place])
+
+
+def test_what_left_for_a_graph_that_is_gone_is_given_up():
+    offloader, lanes = offloader_of()
+    offloader.window = None
+    parked = send_all(offloader, [torch.randn(8) for _ in range(3)])
+    watched = weakref.ref(parked[1].held)
+    del parked[1]
+    offloader.forget(torch.device("cpu"))
+    assert watched() is None and lanes[0].log.count("wait") == 1
+    offloader.give_up(torch.device("cpu"), 32)
+    assert [handle.held is None for handle in parked] == [True, False]
 
 
 def test_fetching_starts_the_copy_of_the_one_before():
