@@ -35,3 +35,12 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return convert(data, source, target, rounding_mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_as_gpus_do)
+
+
+def run_kernels_as_a_gpu_would(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds as GPUs do; where it is off, kernels have no CPU to run on."""
+    if "device" in request.fixturenames:
+        device = request.getfixturevalue("device")
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("the Triton interpreter is off, as it is wherever there is a GPU; run with -m gpu")
+    round_to_nearest(monkeypatch)

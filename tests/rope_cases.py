@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from interpreter import round_to_nearest
 
 from fastft.ops.rope import launch, rope_qk, rope_qk_
 from fastft.ops.rope.reference import rope_qk_reference
-
-
-def run_kernels_as_a_gpu_would(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds as GPUs do; where it is off, kernels have no CPU to run on."""
-    if "device" in request.fixturenames:
-        device = request.getfixturevalue("device")
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("the Triton interpreter is off, as it is wherever there is a GPU; run with -m gpu")
-    round_to_nearest(monkeypatch)
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict]:

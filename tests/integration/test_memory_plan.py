@@ -98,6 +98,29 @@ def test_what_is_measured():
     assert {"norm", "activation", "gate_up"} <= found.again_seconds.keys()
 
 
+def test_times_are_those_of_the_loss_and_of_a_layer_that_runs_nothing_again():
+    """Every mark is a second after the one before; the loss takes 50 more, and the backward of all layers 200."""
+    _, model, memory, clock = lora_pair(1 << 40)
+    measure(model, clock, steps=1)
+    loss = model(**batch(seed=1)).loss
+    clock.now += 50
+    adapter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    def takes_time(_):
+        clock.now += 200
+
+    handle = adapter.register_post_accumulate_grad_hook(takes_time)
+    loss.backward()
+    handle.remove()
+    gradients(model)
+    step(model)
+    found = memory.planner._measured
+    again = sum(found.again_seconds.values())  # each with a mark before and one after
+    assert found.forward_seconds == 1.0
+    assert found.loss_seconds == 50 + 1 - 1  # the last layer, which was told, has no marks of its own
+    assert found.backward_seconds == pytest.approx((200 + 1 + 2 * again - again - (LAYERS - 1)) / LAYERS)
+
+
 def test_a_forward_without_backward_is_not_taken_for_a_step():
     _, model, memory, clock = lora_pair(1 << 40)
     for _ in range(4):

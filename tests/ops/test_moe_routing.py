@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from interpreter import run_kernels_as_a_gpu_would
 
 from fastft.capability import probe
 from fastft.errors import KernelInputError, UnsupportedOptionError
@@ -17,10 +16,8 @@ IMPLS = ("triton", "reference")
 
 
 @pytest.fixture(autouse=True)
-def kernels_can_run(request):
-    on_cpu = "device" in request.fixturenames and request.getfixturevalue("device").type == "cpu"
-    if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("the Triton interpreter is off, as it is wherever there is a GPU; run with -m gpu")
+def kernels_can_run(request, monkeypatch):
+    run_kernels_as_a_gpu_would(request, monkeypatch)
 
 
 def routing(tokens, choices, experts, device, dtype=torch.int64, seed=0):

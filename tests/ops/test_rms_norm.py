@@ -5,13 +5,12 @@ The eager yardstick is the Hugging Face formula (`reference`), which the first t
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 
 import pytest
 import torch
 from budget import assert_mutant_caught, assert_within_budget
-from interpreter import round_to_nearest
+from interpreter import run_kernels_as_a_gpu_would
 from rms_norm_cases import DTYPES, EPS, ROUNDINGS, check, kernel, make, measure, oracle_and_eager, run
 
 from fastft.ops.rms_norm import reference, rms_norm
@@ -22,11 +21,7 @@ SHAPES = [(61, 1), (67, 7), (5, 11, 64), (200, 128), (13, 576), (3, 2880), (2, 3
 
 @pytest.fixture(autouse=True)
 def kernels_can_run(request, monkeypatch):
-    """The interpreter rounds as GPUs do; where it is off, kernels have no CPU to run on."""
-    on_cpu = "device" in request.fixturenames and request.getfixturevalue("device").type == "cpu"
-    if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("the Triton interpreter is off, as it is wherever there is a GPU; run with -m gpu")
-    round_to_nearest(monkeypatch)
+    run_kernels_as_a_gpu_would(request, monkeypatch)
 
 
 @pytest.fixture

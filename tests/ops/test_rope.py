@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from budget import assert_mutant_caught, assert_within_budget
-from rope_cases import Case, hf_rope, make_case, run_kernels_as_a_gpu_would
+from interpreter import run_kernels_as_a_gpu_would
+from rope_cases import Case, hf_rope, make_case
 
 from fastft.capability import GPUCapability, probe
 from fastft.errors import KernelInputError, UnsupportedOptionError

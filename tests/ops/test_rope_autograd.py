@@ -6,7 +6,8 @@ import functools
 
 import pytest
 import torch
-from rope_cases import make_case, record_launches, run_kernels_as_a_gpu_would
+from interpreter import run_kernels_as_a_gpu_would
+from rope_cases import make_case, record_launches
 
 from fastft.errors import KernelInputError
 from fastft.ops.rope import rope_qk, rope_qk_

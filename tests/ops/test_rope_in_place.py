@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import run_kernels_as_a_gpu_would
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
-from rope_cases import make_case, record_launches, run_kernels_as_a_gpu_would
+from rope_cases import make_case, record_launches
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

@@ -38,6 +38,8 @@ def sort_by_expert(topk_indices: torch.Tensor, num_experts: int, *, impl: str = 
     Raises:
         KernelInputError: topk_indices is not [T, K] of integers or has more than 2^31 - 128 pairs; no experts.
         UnsupportedOptionError: an implementation that cannot run here.
+
+    Source: counting sort, Knuth, The Art of Computer Programming, volume 3, section 5.2.
     """
     if topk_indices.ndim != 2 or topk_indices.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(
