@@ -32,7 +32,7 @@ Line = dict[str, Any]
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stacks", nargs="+", default=["transformers", "fastft"], help="the first is the yardstick")
-    parser.add_argument("--checkpointing", nargs="+", choices=("on", "off"), default=["on"])
+    parser.add_argument("--checkpointing", nargs="+", choices=("on", "off", "plain"), default=["on"])
     parser.add_argument("--rounds", type=int, default=2)
     return parse_with_output(parser, argv)
 

@@ -179,7 +179,7 @@ def _load_four_bit(args: Any, attention: str) -> tuple[Any, float]:
 def _build_unsloth(args: Any, tokenizer: Any) -> Built:
     from unsloth import FastLanguageModel
 
-    checkpointing = "unsloth" if args.checkpointing == "on" else False
+    checkpointing = {"on": "unsloth", "plain": True, "off": False}[args.checkpointing]
     with tempfile.TemporaryDirectory() as folder:
         seconds = write_checkpoint(args, folder)
         tokenizer.save_pretrained(folder)

@@ -66,7 +66,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="cut the model to this many decoder layers")
     parser.add_argument("--method", choices=("full", "lora", "qlora"), default="lora")
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--checkpointing", choices=("on", "off"), default="on")
+    parser.add_argument(
+        "--checkpointing", choices=("on", "off", "plain"), default="on", help="plain: Unsloth without its offload"
+    )
     parser.add_argument("--attention", choices=("flash_attention_2", "sdpa", "eager"), help="of the stock model")
     parser.add_argument("--data", type=Path, help="JSON list of instruction/input/output (default: docstrings)")
     parser.add_argument("--tokenizer", choices=("auto", "smollm2", "local"), default="auto")
@@ -113,10 +115,10 @@ def build_trainer(
         "report_to": "none",
         "disable_tqdm": True,
         "seed": args.seed,
-        "gradient_checkpointing": args.checkpointing == "on",
+        "gradient_checkpointing": args.checkpointing != "off",
         **built.trainer_arguments,
     }
-    if args.stack == "unsloth" and args.checkpointing == "on":
+    if args.stack == "unsloth" and args.checkpointing != "off":
         # Its own checkpointing was chosen when the model was loaded, and its documentation leaves this argument out.
         del options["gradient_checkpointing"]
     trainer = SFTTrainer(
@@ -244,7 +246,7 @@ def add_profile(
                 config,
                 tokens,
                 train_weights=args.method == "full",
-                checkpointing=args.checkpointing == "on",
+                checkpointing=args.checkpointing != "off",
                 device=device,
             )
             result["step_over_floor"] = result["step_ms_median"] / result["gemm_floor"]["floor_ms"]
