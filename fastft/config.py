@@ -30,6 +30,8 @@ class PatchConfig:
             long that the memory counts, False never. The results are the same. Under True the report counts refusals
             with their reasons.
         rms_norm: "triton", "reference".
+        experts: who multiplies in the experts of sparse layers: "grouped_mm" (PyTorch's), "triton", "loop",
+            "reference". What is between the products is fused wherever Triton runs. Routers stay the model's own.
         lora: "fused" computes a LoRA projection without extra passes over its output, where PEFT's own forward would
             compute exactly that. Under "auto" every other adapter stays PEFT's. Asked for by name, an adapter whose
             kind rules it out (DoRA and other variants, quantized or other LoRA layers, lora_bias, fan_in_fan_out,
@@ -56,6 +58,7 @@ class PatchConfig:
     rope: str | Literal[False] = "auto"
     rope_in_place: str | bool = "auto"
     rms_norm: str | Literal[False] = "auto"
+    experts: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
     checkpointing: str | Literal[False] = "auto"
     memory_budget: int | Literal["auto"] | None = None

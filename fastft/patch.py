@@ -17,6 +17,7 @@ from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOption
 from .memory.activations import ActivationMemory, Budget
 from .memory.schedule import OFFLOAD, RECOMPUTE, Mode
 from .memory.tape import THIN
+from .modules.names import ImplementationName
 from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, OwnConfig, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan
 from .structure import positional_names
@@ -129,19 +130,16 @@ def _as_bound(target: nn.Module, plan: Plan) -> tuple[tuple[Replacement, ...], t
 
 
 def _why_not_in_effect(module: nn.Module, op: str) -> str:
-    from .modules.attention import AttentionName
-
     if op == "checkpointing":
         return ""
     state = state_of(module)
     if state is None:
         return "added after patching; call patch_model again"
-    if op in ("packing", "attention"):
+    if op in ("packing", "attention", "experts"):
         config: Any = module.config
-        name = config._attn_implementation
-        return (
-            "" if isinstance(name, AttentionName) else f"{name!r} was selected after patching; call patch_model again"
-        )
+        name = config._experts_implementation if op == "experts" else config._attn_implementation
+        ours = isinstance(name, ImplementationName)
+        return "" if ours else f"{name!r} was selected after patching; call patch_model again"
     return "" if state.bound and "forward" in module.__dict__ else "its forward was put back; call patch_model again"
 
 
@@ -188,17 +186,20 @@ def _is_patched_so(target: nn.Module, config: PatchConfig, plan: Plan) -> bool:
 
 
 def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
-    from .modules.attention import AttentionName
-
     state = state_of(module)
     wanted = (binding.kind, binding.bind_forward, binding.rules or BackboneRules())
     if state is None or (state.kind, state.bound, state.rules) != wanted:
         return False
     if binding.bind_forward and "forward" not in module.__dict__:
         return False
-    # Somebody may have selected another attention since.
-    config: Any = module.config if binding.kind == "backbone" else None
-    return config is None or isinstance(config._attn_implementation, AttentionName)
+    return binding.kind not in ("backbone", "experts") or _is_selected(module, binding.kind)
+
+
+def _is_selected(module: Any, kind: str) -> bool:
+    """Somebody may have selected another implementation since."""
+    config = module.config
+    name = config._experts_implementation if kind == "experts" else config._attn_implementation
+    return isinstance(name, ImplementationName)
 
 
 # ---------------------------------------------------------------------------------------------- bound forwards
@@ -256,7 +257,7 @@ def _unbind(module: nn.Module) -> None:
 
 
 def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
-    from .modules import attention, backbone, checkpointing, guard, heads
+    from .modules import attention, backbone, checkpointing, experts, guard, heads
 
     shared = ModelState(config)
     # A model that fastft has no part in is left as it is, unless it was asked for.
@@ -269,15 +270,18 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
 
         shared.projector = LoRAProjector(by_name=config.lora == "fused")
     modules = dict(target.named_modules())
-    if any(binding.kind == "backbone" for binding in plan.bindings):
+    if any(binding.kind in ("backbone", "experts") for binding in plan.bindings):
         attention.register()
+        experts.register()
         _own_configs(target, shared)
     attending = {item.fqn for item in plan.replaced if item.op in ("packing", "attention")}
     for binding in plan.bindings:
-        module = modules[binding.fqn]
+        module: Any = modules[binding.fqn]
         names: tuple[str, ...] = ()
         if binding.fqn in attending:
             _select_attention(module.config)
+        if binding.kind == "experts":
+            _select_experts(module.config)
         if binding.kind in ("head", "backbone", "guard", "head_guard"):
             names = positional_names(type(module).forward)
         if binding.kind == "head":
@@ -327,6 +331,13 @@ def _select_attention(config: Any) -> None:
         config._attn_implementation_internal = AttentionName(config._attn_implementation or "eager")
 
 
+def _select_experts(config: Any) -> None:
+    from .modules.experts import ExpertsName
+
+    if not isinstance(config._experts_implementation, ExpertsName):
+        config._experts_implementation_internal = ExpertsName(config._experts_implementation or "eager")
+
+
 def _restore_configs(target: nn.Module, configs: list[OwnConfig]) -> None:
     former = {id(entry.own): entry.original for entry in configs}
     for entry in configs:
@@ -339,11 +350,9 @@ def _restore_configs(target: nn.Module, configs: list[OwnConfig]) -> None:
 
 def _carry_over(entry: OwnConfig, former: dict[int, Any]) -> None:
     """Repeats on the former config what was changed on the one that took its place."""
-    from .modules.attention import AttentionName
-
     original, own, at_patching = entry
     for name, value in own.__dict__.items():
-        ours = isinstance(value, AttentionName) or id(value) in former
+        ours = isinstance(value, ImplementationName) or id(value) in former
         if not ours and (name not in at_patching or at_patching[name] != value):
             original.__dict__[name] = value
     for name in at_patching.keys() - own.__dict__.keys():

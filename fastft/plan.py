@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from . import structure
 from .capability import Verdict, probe
+from .choices import choose
 from .config import PatchConfig
 from .errors import UnsupportedOptionError
 from .families import role_of
@@ -22,11 +22,10 @@ from .family_spec import FamilySpec
 from .isolation import mixers
 from .memory.machine import offload_verdict
 from .memory.plan import MemoryPlan
+from .modules.expert_layout import asks_interface, why_not_experts
+from .modules.names import NAME
 from .modules.state import BackboneRules
-from .ops import attention as attention_op
-from .ops import rms_norm as rms_norm_op
-from .ops import rope as rope_op
-from .ops.selection import AUTO, Choice, select
+from .ops.selection import AUTO, Choice
 
 # What the forward bound onto a module of each kind computes.
 _OPS_OF_FORWARD = {"attention": ("rope", "lora"), "mlp": ("lora",), "rms_norm": ("rms_norm",)}
@@ -60,7 +59,7 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm"
+    kind: str  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm", "experts"
     family: FamilySpec | None
     bind_forward: bool
     rules: BackboneRules | None = None  # of a backbone or guard
@@ -124,6 +123,8 @@ class _Planner:
         elif fqn in self.interface_attention:
             self._replace(fqn, "attention", module, None)
             self.bindings.append(Binding(fqn, "attention", None, False))
+        elif asks_interface(module):
+            self._experts(fqn, module)
 
     def finish(self) -> None:
         """Accounts for the ops that no module has, and refuses what was named explicitly and left out."""
@@ -132,6 +133,8 @@ class _Planner:
             if op not in seen:
                 off = getattr(self.config, op) is False
                 self._skip("", op, f"{op}=False" if off else f"{self.name} belongs to no family that fastft knows")
+        if "experts" not in seen and self.config.experts not in (AUTO, False):
+            self._skip("", "experts", f"nothing in {self.name} asks transformers' experts interface")
         for left in self.skipped if self.strict else ():
             requested = getattr(self.config, left.op)
             if requested not in (AUTO, False) and left.reason != NO_ADAPTER:
@@ -224,6 +227,17 @@ class _Planner:
         if bound or through_registry:
             self.bindings.append(Binding(fqn, kind, family, bound))
 
+    def _experts(self, fqn: str, module: Any) -> None:
+        """Whatever the family: transformers' interface says all there is to know."""
+        before = len(self.replaced)
+        problem = why_not_experts(module)
+        name = getattr(module.config, "_experts_implementation", None)
+        if name == NAME and type(name) is str:
+            problem = f'the model was loaded with experts_implementation="{NAME}"; load it with another one or none'
+        self._decide(fqn, "experts", module, None, problem)
+        if len(self.replaced) > before:
+            self.bindings.append(Binding(fqn, "experts", None, False))
+
     def _why_no_attention(self, fqn: str) -> str:
         """Attention asks the registry whatever the module's forward is, but only a packed backbone feeds it."""
         above = [name for name in self.backbones if not name or fqn.startswith(f"{name}.")]
@@ -231,7 +245,7 @@ class _Planner:
             return "not below a backbone that fastft packs"
         return self.backbones[max(above, key=len)][1]
 
-    def _decide(self, fqn: str, op: str, module: nn.Module, family: FamilySpec, problem: str) -> None:
+    def _decide(self, fqn: str, op: str, module: nn.Module, family: FamilySpec | None, problem: str) -> None:
         if getattr(self.config, op) is False:
             self._skip(fqn, op, f"{op}=False")
         elif problem:
@@ -242,14 +256,14 @@ class _Planner:
     def _replace(self, fqn: str, op: str, module: nn.Module, family: FamilySpec | None) -> None:
         requested = getattr(self.config, op)
         try:
-            choice = _choose(op, requested, module)
+            choice = choose(op, requested, module)
         except UnsupportedOptionError as error:
             if self.strict:
                 raise
             choice = Choice(requested, f"raises when it runs: {error}")
-        reason = (
-            choice.reason if family else f"through transformers' AttentionInterface, family unknown; {choice.reason}"
-        )
+        reason = choice.reason
+        if op == "attention" and family is None:
+            reason = f"through transformers' AttentionInterface, family unknown; {reason}"
         if op == "lora":
             adapted, projections = _count_adapted(module)
             if not adapted:
@@ -306,37 +320,6 @@ def _count_adapted(module: nn.Module) -> tuple[int, int]:
     role = role_of(type(module))
     projections = [getattr(module, name) for name in _PROJECTIONS[role.kind]] if role is not None else []
     return sum(hasattr(projection, "lora_A") for projection in projections), len(projections)
-
-
-def _choose(op: str, requested: str, module: nn.Module) -> Choice:
-    """The implementation `op` gets on the device where the module is now, with its reason."""
-    weight = next(module.parameters(), None)
-    device = weight.device if weight is not None else torch.device("cpu")
-    dtype = weight.dtype if weight is not None and weight.dtype.is_floating_point else torch.bfloat16
-    if op == "lora":
-        if requested not in (AUTO, "fused"):
-            raise UnsupportedOptionError(f"lora: unknown implementation {requested!r}; choose 'auto', 'fused' or False")
-        reason = "for each adapter whose forward it computes exactly, PEFT's own otherwise; asked at each call"
-        return Choice("fused", reason)
-    if device.type == "meta":
-        return Choice(requested, "decided when the weights have a device")
-    capability = probe(device)
-    if op == "rms_norm":
-        size = weight.shape[-1] if weight is not None else 0
-        return select(op, requested, rms_norm_op.verdicts(capability, dtype, hidden_size=size, weight_dtype=dtype))
-    if op == "rope":
-        return select(op, requested, rope_op.verdicts(capability, dtype))
-    # Trainers run fp32 weights under bf16 autocast: what is asked for has to be possible in one of the two.
-    head_dim = getattr(module, "head_dim", 64)
-    if dtype != torch.float32:
-        return select(op, requested, attention_op.verdicts(capability, dtype, head_dim))
-    autocast = select(op, requested, attention_op.verdicts(capability, torch.bfloat16, head_dim))
-    if requested != AUTO:
-        return autocast
-    choice = select(op, requested, attention_op.verdicts(capability, dtype, head_dim))
-    if autocast.impl == choice.impl:
-        return choice
-    return Choice(choice.impl, f"{choice.reason}; under bf16 autocast: {autocast.impl}")
 
 
 # -------------------------------------------------------------------------------------------------------- report

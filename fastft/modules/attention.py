@@ -24,35 +24,17 @@ from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
 from .chunked import sequences_seen_by, with_temperature_of_documents
 from .dynamo import treat_as_constants
+from .names import NAME, ImplementationName
 from .projection import project
 from .state import ATTRIBUTE, ModelState, ModuleState, state_of
-
-NAME = "fastft"
 
 # Rotating in place moves as many bytes as rotating into new memory, and is no faster (H200, 4096 tokens of 32 + 8 heads
 # x 128: 25.0 us against 24.2 forward). It pays in memory, for long batches.
 _IN_PLACE_BYTES = 256 * 2**20
 
 
-class AttentionName(str):
-    """The value "fastft" of a config's `_attn_implementation`, which remembers the value it took the place of.
-
-    A config travels: models are built from it, it is copied, pickled, reused. So the memory has to travel inside it.
-    A pickle turns into the former value, so that a process without fastft can use it.
-    """
-
-    previous: str
-
-    def __new__(cls, previous: str) -> AttentionName:
-        name = super().__new__(cls, NAME)
-        name.previous = previous
-        return name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionName:
-        return self
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.previous,)
+class AttentionName(ImplementationName):
+    """Of a config's `_attn_implementation`."""
 
 
 def register() -> None:

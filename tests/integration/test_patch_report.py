@@ -86,7 +86,7 @@ def test_the_report_does_not_raise_where_the_model_would(monkeypatch: pytest.Mon
     def refuse(*args, **kwargs):
         raise UnsupportedOptionError("rms_norm='reference' cannot run here: for the test")
 
-    monkeypatch.setattr("fastft.plan.select", refuse)
+    monkeypatch.setattr("fastft.choices.select", refuse)
     item = next(item for item in fastft.report(model).replaced if item.op == "rms_norm")
     assert item.impl == "reference" and item.reason.startswith("raises when it runs") and "for the test" in item.reason
     assert snapshot(model) == before

@@ -8,7 +8,7 @@ from interpreter import run_kernels_as_a_gpu_would
 
 from fastft.capability import probe
 from fastft.errors import KernelInputError, UnsupportedOptionError
-from fastft.ops.moe import ExpertOrder, sort_by_expert, verdicts
+from fastft.ops.moe import ExpertOrder, sort_by_expert, sort_verdicts
 
 # (tokens, choices, experts): odd sizes, one of each, more experts than pairs, blocks that are full to the last pair.
 SHAPES = [(37, 3, 5), (1, 1, 1), (1, 8, 128), (64, 2, 8), (129, 1, 7), (300, 8, 60), (5, 4, 257), (40, 2, 1000)]
@@ -97,7 +97,7 @@ def test_no_pairs(shape, impl, device):
 
 
 def test_more_blocks_than_a_scan_takes_at_a_time(device, monkeypatch):
-    from fastft.ops.moe import triton as kernels
+    from fastft.ops.moe import triton_sort as kernels
 
     monkeypatch.setattr(kernels, "SCAN_BLOCK", 4)
     check(routing(400, 4, 3, device), 3)
@@ -142,7 +142,7 @@ def test_what_cannot_run_is_refused():
         sort_by_expert(topk_indices, 2000, impl="triton")
     with pytest.raises(UnsupportedOptionError, match="unknown implementation 'cuda'"):
         sort_by_expert(topk_indices, 3, impl="cuda")
-    assert next(iter(verdicts(probe(torch.device("cpu")), num_experts=8))) == "reference"
+    assert next(iter(sort_verdicts(probe(torch.device("cpu")), num_experts=8))) == "reference"
 
 
 def test_under_compile_auto_is_the_reference():

@@ -1,0 +1,57 @@
+"""Which implementation an op of a module gets, on the device where the module is now."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .capability import probe
+from .errors import UnsupportedOptionError
+from .modules.expert_layout import read_layout
+from .ops import attention as attention_op
+from .ops import moe as moe_op
+from .ops import rms_norm as rms_norm_op
+from .ops import rope as rope_op
+from .ops.selection import AUTO, Choice, select
+
+
+def choose(op: str, requested: str, module: nn.Module) -> Choice:
+    """The implementation of `op`, with its reason.
+
+    Raises:
+        UnsupportedOptionError: `requested` is unknown, or cannot run there.
+    """
+    weight = next(module.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    dtype = weight.dtype if weight is not None and weight.dtype.is_floating_point else torch.bfloat16
+    if op == "lora":
+        if requested not in (AUTO, "fused"):
+            raise UnsupportedOptionError(f"lora: unknown implementation {requested!r}; choose 'auto', 'fused' or False")
+        reason = "for each adapter whose forward it computes exactly, PEFT's own otherwise; asked at each call"
+        return Choice("fused", reason)
+    if device.type == "meta":
+        return Choice(requested, "decided when the weights have a device")
+    capability = probe(device)
+    if op == "rms_norm":
+        size = weight.shape[-1] if weight is not None else 0
+        return select(op, requested, rms_norm_op.verdicts(capability, dtype, hidden_size=size, weight_dtype=dtype))
+    if op == "rope":
+        return select(op, requested, rope_op.verdicts(capability, dtype))
+    if op == "experts":
+        aligned = moe_op.is_aligned(read_layout(module).weights)
+        return select(op, requested, moe_op.verdicts(capability, dtype, aligned=aligned))
+    return _choose_attention(requested, module, device, dtype)
+
+
+def _choose_attention(requested: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Choice:
+    """Trainers run fp32 weights under bf16 autocast: what is asked for has to be possible in one of the two."""
+    op, capability, head_dim = "attention", probe(device), getattr(module, "head_dim", 64)
+    if dtype != torch.float32:
+        return select(op, requested, attention_op.verdicts(capability, dtype, head_dim))
+    autocast = select(op, requested, attention_op.verdicts(capability, torch.bfloat16, head_dim))
+    if requested != AUTO:
+        return autocast
+    choice = select(op, requested, attention_op.verdicts(capability, dtype, head_dim))
+    if autocast.impl == choice.impl:
+        return choice
+    return Choice(choice.impl, f"{choice.reason}; under bf16 autocast: {autocast.impl}")

@@ -1,0 +1,151 @@
+"""Products of each expert's rows with its own weight: the implementations, and which can run where.
+
+    matmul:  out[s] = rows[s] @ weight[e]                        [S, M] and [E, M, N] to [S, N]
+    outer:   out[e] = sum over its rows of left[s]^T right[s]    [S, M] and [S, N] to [E, M, N]
+
+Rows of expert e end at offsets[e]. Rows beyond the last offset belong to nobody: they are not read, and what `matmul`
+writes there is undefined. Experts without rows get zeros from `outer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ...capability import GPUCapability, Verdict
+
+# PyTorch's kernel wants rows that begin at multiples of so many bytes.
+ALIGNMENT = 16
+
+
+class Products(Protocol):
+    """Made for one order of experts, and kept for its backward."""
+
+    def matmul(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
+
+    def add_matmul_(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, alpha: float) -> None:
+        """out += alpha * matmul(rows, weight), on rows that somebody owns."""
+
+    def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor: ...
+
+
+class GroupedMM:
+    """`torch.nn.functional.grouped_mm`: CUTLASS, no waiting for the device."""
+
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self.offsets = offsets
+
+    def matmul(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _grouped_mm()(rows, weight, offs=self.offsets)
+
+    def add_matmul_(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, alpha: float) -> None:
+        out.add_(self.matmul(rows, weight), alpha=alpha)
+
+    def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return _grouped_mm()(left.t(), right, offs=self.offsets)
+
+
+class TritonProducts:
+    """fastft's own kernels: any dtype and size, sums into what is there, no waiting for the device."""
+
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self.offsets = offsets
+
+    def matmul(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        from .triton_grouped import grouped_matmul
+
+        return grouped_matmul(rows, weight, self.offsets)
+
+    def add_matmul_(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, alpha: float) -> None:
+        from .triton_grouped import grouped_matmul
+
+        grouped_matmul(rows, weight, self.offsets, out=out, alpha=alpha, accumulate=True)
+
+    def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        from .triton_grouped import grouped_outer
+
+        return grouped_outer(left, right, self.offsets)
+
+
+class Loop:
+    """One `torch.mm` for each expert that has rows. The offsets come to the host once, for all products."""
+
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self.offsets = offsets
+
+    @cached_property
+    def slices(self) -> list[tuple[int, slice]]:
+        ends = self.offsets.tolist()
+        return [(e, slice(b, end)) for e, (b, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > b]
+
+    def matmul(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(rows.shape[0], weight.shape[2])
+        for expert, own in self.slices:
+            torch.mm(rows[own], weight[expert], out=out[own])
+        return out
+
+    def add_matmul_(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, alpha: float) -> None:
+        for expert, own in self.slices:
+            out[own].addmm_(rows[own], weight[expert], alpha=alpha)
+
+    def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        out = left.new_zeros(len(self.offsets), left.shape[1], right.shape[1])
+        for expert, own in self.slices:
+            torch.mm(left[own].t(), right[own], out=out[expert])
+        return out
+
+
+IMPLEMENTATIONS: dict[str, type[GroupedMM] | type[TritonProducts] | type[Loop]] = {
+    "grouped_mm": GroupedMM,
+    "triton": TritonProducts,
+    "loop": Loop,
+}
+
+
+def verdicts(capability: GPUCapability, dtype: torch.dtype, *, aligned: bool) -> dict[str, Verdict]:
+    """What each implementation says, best first.
+
+    Args:
+        capability: of the device.
+        dtype: of rows and weights.
+        aligned: all rows and columns of the weights are multiples of `ALIGNMENT` bytes.
+    """
+    kind = capability.device.kind
+    loop = Verdict(True, "a product for each expert; runs on any device, and waits for a GPU once a layer")
+    if kind == "cpu":
+        return {"loop": loop, "grouped_mm": _grouped_mm_exists(), "triton": _triton(capability, dtype)}
+    grouped_mm = _grouped_mm_exists()
+    if grouped_mm and capability.device.arch < (9, 0):
+        grouped_mm = Verdict(False, f"PyTorch's grouped_mm is made for sm90, this is {capability.device.architecture}")
+    elif grouped_mm and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        grouped_mm = Verdict(False, f"PyTorch's grouped_mm is made for bf16, this is {name}")
+    elif grouped_mm and not aligned:
+        grouped_mm = Verdict(False, f"PyTorch's grouped_mm wants sizes that are multiples of {ALIGNMENT} bytes")
+    found = {"grouped_mm": grouped_mm, "triton": _triton(capability, dtype), "loop": loop}
+    if dtype == torch.float32:  # exact products: no tensor cores, where cuBLAS is ahead
+        found = {"loop": loop, **{name: found[name] for name in ("triton", "grouped_mm")}}
+    return found
+
+
+def _triton(capability: GPUCapability, dtype: torch.dtype) -> Verdict:
+    if dtype == torch.float64:
+        return Verdict(False, "the kernels sum in fp32")
+    triton = capability.triton_for(dtype)
+    if triton and capability.device.kind == "cuda" and not capability.tensor_core_dots:
+        return capability.tensor_core_dots
+    return triton
+
+
+def _grouped_mm() -> Callable[..., torch.Tensor]:
+    return F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+
+
+def _grouped_mm_exists() -> Verdict:
+    if hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm"):
+        return Verdict(True, f"grouped_mm of PyTorch {torch.__version__}")
+    return Verdict(False, f"PyTorch {torch.__version__} has no grouped_mm")
