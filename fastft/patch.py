@@ -206,9 +206,15 @@ def _is_selected(module: Any, kind: str) -> bool:
 
 
 def _forwards() -> dict[str, Callable[..., Any]]:
+    from .integrations import peft_experts
     from .modules import attention, mlp, norm
 
-    return {"attention": attention.forward, "mlp": mlp.forward, "rms_norm": norm.forward}
+    return {
+        "attention": attention.forward,
+        "mlp": mlp.forward,
+        "rms_norm": norm.forward,
+        peft_experts.KIND: peft_experts.forward,
+    }
 
 
 def _slot(module: nn.Module) -> str:
@@ -282,6 +288,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
             _select_attention(module.config)
         if binding.kind == "experts":
             _select_experts(module.config)
+            _adopt_adapters(modules, binding.fqn)
         if binding.kind in ("head", "backbone", "guard", "head_guard"):
             names = positional_names(type(module).forward)
         if binding.kind == "head":
@@ -338,6 +345,17 @@ def _select_experts(config: Any) -> None:
         config._experts_implementation_internal = ExpertsName(config._experts_implementation or "eager")
 
 
+def _adopt_adapters(modules: dict[str, nn.Module], fqn: str) -> None:
+    """PEFT may wrap experts at any time: the layer around them is asked before each of its forwards."""
+    from .integrations import peft_experts
+
+    parent = fqn.rpartition(".")[0]
+    while peft_experts.is_wrapper(modules[parent]):
+        parent = parent.rpartition(".")[0]
+    if peft_experts.adopt not in modules[parent]._forward_pre_hooks.values():
+        modules[parent].register_forward_pre_hook(peft_experts.adopt)
+
+
 def _restore_configs(target: nn.Module, configs: list[OwnConfig]) -> None:
     former = {id(entry.own): entry.original for entry in configs}
     for entry in configs:
@@ -361,9 +379,11 @@ def _carry_over(entry: OwnConfig, former: dict[int, Any]) -> None:
 
 def _remove_hooks(module: nn.Module) -> None:
     """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
+    from .integrations import peft_experts
     from .modules import backbone, guard, heads
 
     for hook, hooks, flags in (
+        (peft_experts.adopt, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (heads.announce_used_outputs, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (heads.forget_used_outputs, module._forward_hooks, module._forward_hooks_always_called),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),

@@ -19,6 +19,7 @@ from .config import PatchConfig
 from .errors import UnsupportedOptionError
 from .families import role_of
 from .family_spec import FamilySpec
+from .integrations.peft_experts import is_wrapper, wrapped_experts
 from .isolation import mixers
 from .memory.machine import offload_verdict
 from .memory.plan import MemoryPlan
@@ -59,7 +60,8 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm", "experts"
+    kind: str  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm", "experts",
+    # "expert_adapter"
     family: FamilySpec | None
     bind_forward: bool
     rules: BackboneRules | None = None  # of a backbone or guard
@@ -125,6 +127,8 @@ class _Planner:
             self.bindings.append(Binding(fqn, "attention", None, False))
         elif asks_interface(module):
             self._experts(fqn, module)
+        elif wrapped_experts(module) is not None:
+            self._expert_adapter(fqn, module, taken)
 
     def finish(self) -> None:
         """Accounts for the ops that no module has, and refuses what was named explicitly and left out."""
@@ -238,6 +242,18 @@ class _Planner:
         if len(self.replaced) > before:
             self.bindings.append(Binding(fqn, "experts", None, False))
 
+    def _expert_adapter(self, fqn: str, module: Any, taken: bool) -> None:
+        """PEFT's wrappers lie in one another: the outermost speaks for all."""
+        if is_wrapper(self.model.get_submodule(fqn.rpartition(".")[0])):
+            return
+        problem = "something else replaced this wrapper's forward already" if taken else ""
+        if self.config.experts is False or why_not_experts(wrapped_experts(module)):
+            problem = "its experts stay stock"
+        before = len(self.replaced)
+        self._decide(fqn, "lora", module, None, problem)
+        if len(self.replaced) > before:
+            self.bindings.append(Binding(fqn, "expert_adapter", None, True))
+
     def _why_no_attention(self, fqn: str) -> str:
         """Attention asks the registry whatever the module's forward is, but only a packed backbone feeds it."""
         above = [name for name in self.backbones if not name or fqn.startswith(f"{name}.")]
@@ -264,7 +280,7 @@ class _Planner:
         reason = choice.reason
         if op == "attention" and family is None:
             reason = f"through transformers' AttentionInterface, family unknown; {reason}"
-        if op == "lora":
+        if op == "lora" and family is not None:
             adapted, projections = _count_adapted(module)
             if not adapted:
                 self._skip(fqn, op, NO_ADAPTER)
@@ -282,7 +298,8 @@ def _backbones(model: nn.Module, config: PatchConfig) -> dict[str, tuple[FamilyS
     for fqn, module in model.named_modules():
         role = role_of(type(module))
         if role is not None and role.kind == "backbone":
-            problem = "" if _is_as_shipped(module, role.family) else structure.why_not_packable(module)
+            as_shipped = _is_as_shipped(module, role.family)
+            problem = structure.why_window_is_lost(module) if as_shipped else structure.why_not_packable(module)
             found[fqn] = (role.family, _why_not_packed(module, config, problem))
     decoder = None if found else structure.find_decoder(model)
     if decoder is not None:

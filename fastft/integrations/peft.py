@@ -174,8 +174,8 @@ def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection |
             return reason
     of_base, of_A, of_B = base.__dict__, lora_A.__dict__, lora_B.__dict__
     places = (state, of_base, of_A, of_B, dropout.__dict__)
-    if _is_intercepted(places):
-        place = next(name for name, part in zip(_PLACES, places, strict=True) if _is_intercepted((part,)))
+    if is_intercepted(places):
+        place = next(name for name, part in zip(_PLACES, places, strict=True) if is_intercepted((part,)))
         return f"{place} has hooks or a forward of its own"
     return _projection(state, of_base["_parameters"], of_A["_parameters"], of_B["_parameters"], name, facts)
 
@@ -209,7 +209,7 @@ def _dropout_reason(dropout: nn.Module) -> str:
     return ""
 
 
-def _is_intercepted(states: tuple[dict[str, Any], ...]) -> bool:
+def is_intercepted(states: tuple[dict[str, Any], ...]) -> bool:
     """Whether somebody wants to see a module being called: a hook, accelerate's forward, a compiled call."""
     for state in states:  # no generator: this loop is the larger part of the time a projection costs
         if (

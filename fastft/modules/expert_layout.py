@@ -8,6 +8,8 @@ all known gates apart, in fp64; one that no known gate agrees with stays the mod
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,13 +74,22 @@ def read_layout(module: Any) -> ExpertLayout:
 
 def find_gate(module: Any) -> Gate | None:
     """The known gate that computes what the module's `_apply_gate` does, if there is one."""
+    if "_apply_gate" in module.__dict__:
+        return None
+    facts = (getattr(module, name, None) for name in ("act_fn", "alpha", "limit"))
+    return _find_gate(type(module)._apply_gate, *facts, module.is_concatenated)
+
+
+@lru_cache(maxsize=1024)  # asked at each call, of activations that hold nothing
+def _find_gate(apply_gate: Any, act_fn: Any, alpha: Any, limit: Any, is_concatenated: bool) -> Gate | None:
+    module = SimpleNamespace(act_fn=act_fn, alpha=alpha, limit=limit, is_concatenated=is_concatenated)
     halves = torch.linspace(-12, 12, 97, dtype=torch.float64)
     g, u = (half.reshape(-1, 1) for half in torch.meshgrid(halves, halves[::8] + 0.1, indexing="ij"))
     for gate in _candidates(module):
         # Two columns a half: with one, interleaved halves and halves side by side are the same.
         pre = torch.cat((g, u, u, g), 1)
         try:
-            found = module._apply_gate(pre)
+            found = apply_gate(module, pre)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants something else: not ours to compute
             return None
         if found.shape != (len(pre), 2):
@@ -88,13 +99,12 @@ def find_gate(module: Any) -> Gate | None:
     return None
 
 
-def _candidates(module: Any) -> Iterator[Gate]:
+def _candidates(module: SimpleNamespace) -> Iterator[Gate]:
     interleaved = not module.is_concatenated
     for activation in ("silu", "gelu", "gelu_tanh"):
         yield Gate(activation, interleaved)
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-    if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
-        yield Gate("clamped_swish", interleaved, float(alpha), float(limit))
+    if isinstance(module.alpha, (int, float)) and isinstance(module.limit, (int, float)):
+        yield Gate("clamped_swish", interleaved, float(module.alpha), float(module.limit))
 
 
 def _name_of_gate(module: Any) -> str:

@@ -41,7 +41,7 @@ def fastft_experts(
     if state is None or state.kind != "experts" or torch.compiler.is_compiling():
         return _delegate(module, hidden_states, top_k_index, top_k_weights)
     layout = read_layout(module)
-    problem = _why_not_now(layout, hidden_states)
+    problem = why_not_now(layout, hidden_states)
     if problem:
         state.shared.counters[f"experts by the previous implementation: {problem}"] += 1
         return _delegate(module, hidden_states, top_k_index, top_k_weights)
@@ -66,7 +66,7 @@ def run(
     return out.to(hidden_states.dtype)
 
 
-def _why_not_now(layout: ExpertLayout, hidden_states: torch.Tensor) -> str:
+def why_not_now(layout: ExpertLayout, hidden_states: torch.Tensor) -> str:
     """Why this call is not fastft's, or ""."""
     for weight in layout.weights:
         if weight is None:

@@ -1,0 +1,123 @@
+"""PEFT's LoRA on experts: its `ParamWrapper`s around a module of transformers' experts interface.
+
+PEFT makes W + scaling * B A of the whole stack in each forward, saves it, and makes a gradient of that size to get
+those of A and B. The forward bound here hands the factors to the experts' op. PEFT wraps experts when it likes, so a
+hook of the layer around them looks for new wrappers at each call; merging, saving and switching stay PEFT's, and which
+adapter is active is asked at each call. PEFT is never imported from here: a model with a wrapper has done it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..modules.expert_layout import asks_interface, read_layout
+from ..modules.experts import Adapters, run, why_not_now
+from ..modules.state import ATTRIBUTE, ModuleState, state_of
+from ..ops.moe import ExpertAdapter
+from .peft import is_intercepted
+
+KIND = "expert_adapter"
+# Where the factors of each parameter go in the op.
+_PLACES = {"gate_up_proj": 0, "down_proj": 1}
+
+
+def is_wrapper(module: nn.Module | None) -> bool:
+    """Whether this is PEFT's wrapper of a parameter."""
+    lora_layer = sys.modules.get("peft.tuners.lora.layer")
+    return lora_layer is not None and type(module) is getattr(lora_layer, "ParamWrapper", None)
+
+
+def wrapped_experts(module: Any) -> nn.Module | None:
+    """The experts inside of a wrapper, or of wrappers in one another; None if these hold something else."""
+    if not is_wrapper(module):
+        return None
+    while is_wrapper(module):
+        module = module.base_layer
+    return module if asks_interface(module) else None
+
+
+def adopt(block: nn.Module, *_: Any) -> None:
+    """A hook before the forward of a layer with experts: binds wrappers that PEFT put around them since patching."""
+    for child in block.children():
+        if not is_wrapper(child) or "forward" in child.__dict__:
+            continue
+        state = state_of(wrapped_experts(child) or child)
+        if state is not None and state.shared.config.lora is not False:
+            bind(child, state)
+
+
+def bind(wrapper: nn.Module, state: ModuleState) -> None:
+    """`state` is of the model."""
+    wrapper.__dict__[ATTRIBUTE] = ModuleState(state.shared, KIND, None, bound=True)
+    wrapper.__dict__["forward"] = types.MethodType(forward, wrapper)
+
+
+def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The experts with their active adapters: x [T, H], then the experts and weights of the router, [T, K] each."""
+    shared = self.__dict__[ATTRIBUTE].shared
+    found = _find(self, x, kwargs)
+    if isinstance(found, str):
+        shared.counters[f"lora on experts by PEFT: {found}"] += 1
+        return type(self).forward(self, x, *args, **kwargs)
+    shared.counters["lora on experts"] += 1
+    experts, adapters = found
+    return run(shared, read_layout(experts), adapters, x, *args, **kwargs)
+
+
+def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Adapters] | str:
+    """The experts and the factors of their weights, or why PEFT's own forward has to run."""
+    if torch.compiler.is_compiling() or "adapter_names" in kwargs:
+        return "torch.compile is tracing" if torch.compiler.is_compiling() else "adapters are chosen by row"
+    adapters: list[ExpertAdapter | None] = [None, None]
+    module, outermost = wrapper, wrapper
+    wrappers = []
+    while is_wrapper(module):
+        if module is not outermost and is_intercepted((module.__dict__,)):
+            return "a wrapper has hooks or a forward of its own"
+        wrappers.append(module)
+        module = module.base_layer
+    state = state_of(module)
+    if state is None or state.kind != "experts":
+        return "the experts are not patched; call fastft.patch_model(model) again"
+    if is_intercepted((module.__dict__,)):
+        return "the experts have hooks or a forward of their own"
+    if "parametrizations" in module._modules:
+        return "the experts are parametrized"
+    for each in wrappers:
+        place = _PLACES.get(each.parameter_name)
+        adapter = _adapter(each, bool(module.is_transposed))
+        if isinstance(adapter, str):
+            return adapter
+        if adapter is not None and (place is None or adapters[place] is not None):
+            return f"an adapter of {each.parameter_name}" if place is None else "two adapters of one parameter"
+        if place is not None and adapter is not None:
+            adapters[place] = adapter
+    problem = why_not_now(read_layout(module), x)
+    return problem or (module, (adapters[0], adapters[1]))
+
+
+def _adapter(wrapper: Any, transposed: bool) -> ExpertAdapter | str | None:
+    """The factors of the one active adapter, from input to output; None without one, or why it is PEFT's."""
+    if wrapper.disable_adapters:
+        return "adapters are disabled, and merged" if wrapper.merged else None
+    if wrapper.merged:
+        return None  # it is in the weight
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(active) != 1:
+        return "several adapters are active" if active else None
+    if wrapper.num_experts == 1:
+        return "PEFT takes it for one layer"
+    if active[0] in wrapper.lora_variant:
+        return "a LoRA variant is in use"
+    if is_intercepted((wrapper.lora_A[active[0]].__dict__, wrapper.lora_B[active[0]].__dict__)):
+        return "a factor has hooks or a forward of its own"
+    # The parameter becomes W + scaling * left @ right, in its own layout.
+    left, right, scaling = wrapper.get_delta_factors(active[0])
+    A, B = (left, right) if transposed else (right.mT, left.mT)
+    # B lies with the experts next to each other in memory: kernels would read one number of each line.
+    return ExpertAdapter(A, B.contiguous(), float(scaling))
