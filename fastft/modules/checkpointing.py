@@ -87,9 +87,13 @@ def _wrap_layers(model: nn.Module, memory: ActivationMemory) -> None:
 
 
 def _tells(layer: nn.Module) -> bool:
-    """Whether a layer's largest activations are made by modules that tell of them."""
-    states = map(state_of, layer.modules())
-    return any(state is not None and state.kind == "mlp" and state.bound for state in states)
+    """Whether a layer's largest activations are made by modules that tell of them, or saved by none.
+
+    Experts save nothing but what the layer would rather keep: their input and the first product.
+    """
+    states = [state for state in map(state_of, layer.modules()) if state is not None]
+    told = {state.kind for state in states if state.bound}
+    return "mlp" in told or ("attention" in told and any(state.kind == "experts" for state in states))
 
 
 def _checkpointed_layers(stack: nn.Module) -> list[GradientCheckpointingLayer]:
