@@ -8,6 +8,7 @@ from torch import nn
 from .capability import probe
 from .errors import UnsupportedOptionError
 from .modules.expert_layout import read_layout
+from .modules.state import ReadPacked
 from .ops import attention as attention_op
 from .ops import moe as moe_op
 from .ops import rms_norm as rms_norm_op
@@ -15,8 +16,14 @@ from .ops import rope as rope_op
 from .ops.selection import AUTO, Choice, select
 
 
-def choose(op: str, requested: str, module: nn.Module) -> Choice:
+def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) -> Choice:
     """The implementation of `op`, with its reason.
+
+    Args:
+        op: the option's name.
+        requested: its value.
+        module: that computes it.
+        read_packed: finds weights that are held in 4 bits.
 
     Raises:
         UnsupportedOptionError: `requested` is unknown, or cannot run there.
@@ -38,7 +45,7 @@ def choose(op: str, requested: str, module: nn.Module) -> Choice:
     if op == "rope":
         return select(op, requested, rope_op.verdicts(capability, dtype))
     if op == "experts":
-        aligned = moe_op.is_aligned(read_layout(module).weights)
+        aligned = moe_op.is_aligned(read_layout(module, read_packed).weights)
         return select(op, requested, moe_op.verdicts(capability, dtype, aligned=aligned))
     return _choose_attention(requested, module, device, dtype)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
+from .integrations.bitsandbytes import FourBitWeights
 from .memory.activations import ActivationMemory, Budget
 from .memory.schedule import OFFLOAD, RECOMPUTE, Mode
 from .memory.tape import THIN
@@ -279,6 +280,7 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
     if any(binding.kind in ("backbone", "experts") for binding in plan.bindings):
         attention.register()
         experts.register()
+        shared.read_packed = FourBitWeights()
         _own_configs(target, shared)
     attending = {item.fqn for item in plan.replaced if item.op in ("packing", "attention")}
     for binding in plan.bindings:

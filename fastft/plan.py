@@ -19,6 +19,7 @@ from .config import PatchConfig
 from .errors import UnsupportedOptionError
 from .families import role_of
 from .family_spec import FamilySpec
+from .integrations.bitsandbytes import FourBitWeights
 from .integrations.peft_experts import is_wrapper, wrapped_experts
 from .isolation import mixers
 from .memory.machine import offload_verdict
@@ -105,6 +106,7 @@ class _Planner:
         self.model = model
         self.config = config
         self.strict = strict
+        self.read_packed = FourBitWeights()
         self.bindings: list[Binding] = []
         self.replaced: list[Replacement] = []
         self.skipped: list[Skipped] = []
@@ -234,7 +236,7 @@ class _Planner:
     def _experts(self, fqn: str, module: Any) -> None:
         """Whatever the family: transformers' interface says all there is to know."""
         before = len(self.replaced)
-        problem = why_not_experts(module)
+        problem = why_not_experts(module, self.read_packed)
         name = getattr(module.config, "_experts_implementation", None)
         if name == NAME and type(name) is str:
             problem = f'the model was loaded with experts_implementation="{NAME}"; load it with another one or none'
@@ -247,7 +249,7 @@ class _Planner:
         if is_wrapper(self.model.get_submodule(fqn.rpartition(".")[0])):
             return
         problem = "something else replaced this wrapper's forward already" if taken else ""
-        if self.config.experts is False or why_not_experts(wrapped_experts(module)):
+        if self.config.experts is False or why_not_experts(wrapped_experts(module), self.read_packed):
             problem = "its experts stay stock"
         before = len(self.replaced)
         self._decide(fqn, "lora", module, None, problem)
@@ -272,7 +274,7 @@ class _Planner:
     def _replace(self, fqn: str, op: str, module: nn.Module, family: FamilySpec | None) -> None:
         requested = getattr(self.config, op)
         try:
-            choice = choose(op, requested, module)
+            choice = choose(op, requested, module, self.read_packed)
         except UnsupportedOptionError as error:
             if self.strict:
                 raise

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules.expert_layout import asks_interface, read_layout
+from ..modules.expert_layout import asks_interface, read_layout, why_not_experts
 from ..modules.experts import Adapters, run, why_not_now
 from ..modules.state import ATTRIBUTE, ModuleState, state_of
 from ..ops.moe import ExpertAdapter
@@ -63,10 +63,13 @@ def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tens
     found = _find(self, x, kwargs)
     if isinstance(found, str):
         shared.counters[f"lora on experts by PEFT: {found}"] += 1
-        return type(self).forward(self, x, *args, **kwargs)
+        try:
+            return type(self).forward(self, x, *args, **kwargs)
+        finally:
+            _remove_leftovers(self)
     shared.counters["lora on experts"] += 1
     experts, adapters = found
-    return run(shared, read_layout(experts), adapters, x, *args, **kwargs)
+    return run(shared, read_layout(experts, shared.read_packed), adapters, x, *args, **kwargs)
 
 
 def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Adapters] | str:
@@ -84,24 +87,44 @@ def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, A
     state = state_of(module)
     if state is None or state.kind != "experts":
         return "the experts are not patched; call fastft.patch_model(model) again"
-    if is_intercepted((module.__dict__,)):
+    if is_intercepted((_without_caching(module),)):
         return "the experts have hooks or a forward of their own"
-    if "parametrizations" in module._modules:
-        return "the experts are parametrized"
+    if why_not_experts(module, state.shared.read_packed):
+        return "the experts have changed since patching"
+    layout = read_layout(module, state.shared.read_packed)
     for each in wrappers:
         place = _PLACES.get(each.parameter_name)
-        adapter = _adapter(each, bool(module.is_transposed))
+        adapter = _adapter(each, bool(module.is_transposed), layout.weights.gate_up.dtype)
         if isinstance(adapter, str):
             return adapter
         if adapter is not None and (place is None or adapters[place] is not None):
             return f"an adapter of {each.parameter_name}" if place is None else "two adapters of one parameter"
         if place is not None and adapter is not None:
             adapters[place] = adapter
-    problem = why_not_now(read_layout(module), x)
+    problem = why_not_now(layout, x)
     return problem or (module, (adapters[0], adapters[1]))
 
 
-def _adapter(wrapper: Any, transposed: bool) -> ExpertAdapter | str | None:
+def _without_caching(module: nn.Module) -> dict[str, Any]:
+    """What bitsandbytes hangs on 4-bit experts only keeps what it has made during a call."""
+    state = dict(module.__dict__)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = state[name].items()
+        state[name] = {key: hook for key, hook in hooks if getattr(hook, "__module__", "") != "bitsandbytes.nn.parametrize"}
+    return state
+
+
+def _remove_leftovers(wrapper: Any) -> None:
+    """PEFT does not find the proxy that it put over a parameter which was parametrized before, and adds another one in
+    the next forward: then the adapter counts twice."""
+    proxy = getattr(sys.modules["peft.tuners.lora.layer"], "_LoraFactorsProxy", None)
+    for entries in (wrapper.get_base_layer()._modules.get("parametrizations") or {}).values():
+        for index in reversed(range(len(entries))):
+            if proxy is not None and type(entries[index]) is proxy:
+                del entries[index]
+
+
+def _adapter(wrapper: Any, transposed: bool, dtype: torch.dtype) -> ExpertAdapter | str | None:
     """The factors of the one active adapter, from input to output; None without one, or why it is PEFT's."""
     if wrapper.disable_adapters:
         return "adapters are disabled, and merged" if wrapper.merged else None
@@ -116,8 +139,16 @@ def _adapter(wrapper: Any, transposed: bool) -> ExpertAdapter | str | None:
         return "a LoRA variant is in use"
     if is_intercepted((wrapper.lora_A[active[0]].__dict__, wrapper.lora_B[active[0]].__dict__)):
         return "a factor has hooks or a forward of its own"
-    # The parameter becomes W + scaling * left @ right, in its own layout.
-    left, right, scaling = wrapper.get_delta_factors(active[0])
+    return _factors(wrapper, active[0], transposed, dtype)
+
+
+def _factors(wrapper: Any, name: str, transposed: bool, dtype: torch.dtype) -> ExpertAdapter:
+    """A and B of each expert, from input to output, in the dtype of the weight."""
+    A, B, experts = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    A = A.view(experts, -1, A.shape[1])  # expert by expert: [E, r, in]
+    B = B.view(B.shape[0], -1, experts).permute(2, 0, 1)  # rank by rank: [E, out, r]
+    # PEFT's in and out are those of the parameter as it lies, unless it has swapped them: W + B A, or W + (B A)^T.
+    left, right = (B, A) if wrapper._did_swap_in_out_features else (A.mT, B.mT)
     A, B = (left, right) if transposed else (right.mT, left.mT)
     # B lies with the experts next to each other in memory: kernels would read one number of each line.
-    return ExpertAdapter(A, B.contiguous(), float(scaling))
+    return ExpertAdapter(A.to(dtype), B.to(dtype).contiguous(), float(wrapper.scaling[name]))

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers.integrations import moe as interface
 
-from ..ops.moe import ExpertWeights, Gate
+from ..ops.moe import ExpertWeights, Gate, PackedWeight
 from ..ops.moe.reference import gate_of_halves
+from .state import ReadPacked
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _AGREEMENT = 1e-9
@@ -41,7 +42,7 @@ def asks_interface(module: nn.Module) -> bool:
     return chosen is interface.ALL_EXPERTS_FUNCTIONS
 
 
-def why_not_experts(module: Any) -> str:
+def why_not_experts(module: Any, read_packed: ReadPacked) -> str:
     """Why fastft cannot compute these experts, or ""."""
     missing = [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
     if missing:
@@ -52,6 +53,8 @@ def why_not_experts(module: Any) -> str:
         return "the outputs of its experts are normalised before they are weighted"
     for name in _PARAMETERS[: 4 if module.has_bias else 2]:
         parameter = module._parameters.get(name)
+        if parameter is None and read_packed(module, name) is not None:
+            continue
         if parameter is None:
             return f"it has no parameter {name} of its own"
         if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
@@ -61,15 +64,22 @@ def why_not_experts(module: Any) -> str:
     return ""
 
 
-def read_layout(module: Any) -> ExpertLayout:
+def read_layout(module: Any, read_packed: ReadPacked) -> ExpertLayout:
     """The weights from input to output, and the gate, of a module for which `why_not_experts` finds nothing."""
-    gate_up, down = module.gate_up_proj, module.down_proj
+    gate_up, down = (read_packed(module, name) or getattr(module, name) for name in _PARAMETERS[:2])
     if not module.is_transposed:
-        gate_up, down = gate_up.mT, down.mT
+        gate_up, down = _turned(gate_up), _turned(down)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     gate = find_gate(module)
     assert gate is not None
     return ExpertLayout(ExpertWeights(gate_up, down, *biases), gate)
+
+
+def _turned(weight: torch.Tensor | PackedWeight) -> torch.Tensor | PackedWeight:
+    if isinstance(weight, torch.Tensor):
+        return weight.mT
+    make, (experts, rows, columns) = weight.make, weight.shape
+    return weight._replace(make=lambda: make().mT, shape=torch.Size((experts, columns, rows)))
 
 
 def find_gate(module: Any) -> Gate | None:

@@ -20,7 +20,7 @@ from .names import NAME, ImplementationName
 from .state import ModelState, state_of
 
 Adapters = tuple[moe.ExpertAdapter | None, moe.ExpertAdapter | None]
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_READ = (torch.Tensor, torch.nn.Parameter, moe.PackedWeight)
 
 
 class ExpertsName(ImplementationName):
@@ -40,7 +40,7 @@ def fastft_experts(
     state = state_of(module)
     if state is None or state.kind != "experts" or torch.compiler.is_compiling():
         return _delegate(module, hidden_states, top_k_index, top_k_weights)
-    layout = read_layout(module)
+    layout = read_layout(module, state.shared.read_packed)
     problem = why_not_now(layout, hidden_states)
     if problem:
         state.shared.counters[f"experts by the previous implementation: {problem}"] += 1
@@ -71,7 +71,7 @@ def why_not_now(layout: ExpertLayout, hidden_states: torch.Tensor) -> str:
     for weight in layout.weights:
         if weight is None:
             continue
-        if type(weight) not in _PLAIN:
+        if type(weight) not in _READ:
             return f"weights are {type(weight).__name__}"
         if weight.dtype != layout.weights.gate_up.dtype or weight.device != hidden_states.device:
             return "weights differ in dtype, or are on another device"

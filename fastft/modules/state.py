@@ -14,10 +14,13 @@ from ..config import PatchConfig
 from ..family_spec import FamilySpec
 from ..memory.activations import ActivationMemory
 from ..memory.tape import LayerTape
+from ..ops.moe import PackedWeight
 from ..packing import PackedSequenceCache
 
 ATTRIBUTE = "_fastft"
 
+# The weight of a module by name if it is held in a form that has to be unpacked.
+ReadPacked = Callable[[nn.Module, str], PackedWeight | None]
 # Runs projections of one input: (modules, x) -> (outputs, for each None if fused or the reason why it was not).
 Projector = Callable[[tuple[nn.Module, ...], torch.Tensor], tuple[list[torch.Tensor], list[str | None]]]
 
@@ -54,6 +57,7 @@ class ModelState:
         self.counters: Counter[str] = Counter()
         self.packed_cache = PackedSequenceCache()
         self.projector: Projector | None = None
+        self.read_packed: ReadPacked = no_packed_weight
         # From a head to its backbone, which takes it away; None if no head has said what it uses.
         self.used_padding: UsedPadding | None = None
         self.configs: list[OwnConfig] = []
@@ -80,7 +84,8 @@ class ModuleState:
         rules: BackboneRules | None = None,
     ) -> None:
         self.shared = shared
-        self.kind = kind  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm"
+        self.kind = kind  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm", "experts",
+        # "expert_adapter"
         self.family = family
         self.parameter_names = parameter_names  # of the forward of a head, backbone or guard, in order
         self.bound = bound  # whether a forward of fastft was bound onto the module
@@ -93,6 +98,10 @@ class ModuleState:
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _forgotten, ()
+
+
+def no_packed_weight(module: nn.Module, name: str) -> None:
+    """Of a model whose weights are all plain."""
 
 
 def _forgotten() -> None:

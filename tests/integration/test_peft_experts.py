@@ -122,9 +122,9 @@ def dense_results(model, batch, shape):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, torch.Tensor) and sorted(tensor.shape) == sorted(shape):
-                    if tensor.untyped_storage().data_ptr() not in parameters:
-                        found.append(func)
+                dense = isinstance(tensor, torch.Tensor) and sorted(tensor.shape) == sorted(shape)
+                if dense and tensor.untyped_storage().data_ptr() not in parameters:
+                    found.append(func)
             return out
 
     with Watch():

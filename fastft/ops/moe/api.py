@@ -10,7 +10,7 @@ from ...capability import GPUCapability, Verdict, probe
 from ...errors import KernelInputError
 from ..selection import AUTO, Choice, select
 from . import products, reference
-from .experts import ExpertAdapter, ExpertWeights, Pieces, Run, run_experts
+from .experts import ExpertAdapter, ExpertWeights, PackedWeight, Pieces, Run, run_experts
 from .gate import Gate
 from .order import ExpertOrder
 
@@ -145,7 +145,8 @@ def experts(
         thin = products.TritonProducts(order.offsets)
     scaling = tuple(1.0 if adapter is None else adapter.scaling for adapter in adapters)
     pieces = _pieces(hidden.device, hidden.dtype, choice.impl)
-    run = Run(order, topk_indices, gate, pieces, made, thin, (scaling[0], scaling[1]))
+    packed = [weight if isinstance(weight, PackedWeight) else None for weight in weights[:2]]
+    run = Run(order, topk_indices, gate, pieces, made, thin, (scaling[0], scaling[1]), (packed[0], packed[1]))
     return run_experts(hidden, topk_weights, weights, adapters, run)
 
 
@@ -183,6 +184,10 @@ def _pieces(device: torch.device, dtype: torch.dtype, impl: str) -> Pieces:
 def is_aligned(weights: ExpertWeights) -> bool:
     """Whether each matrix of both weights is dense one way, with rows that begin at multiples of `ALIGNMENT` bytes."""
     for weight in (weights.gate_up, weights.down):
+        if isinstance(weight, PackedWeight):  # made dense, in memory of torch
+            if any(size * weight.dtype.itemsize % products.ALIGNMENT for size in weight.shape[1:]):
+                return False
+            continue
         lines = [stride for stride in weight.stride()[1:] if stride != 1]
         every = products.ALIGNMENT // weight.element_size()
         if len(lines) != 1 or lines[0] % every or weight.stride(0) % every or weight.data_ptr() % products.ALIGNMENT:
@@ -200,7 +205,7 @@ def _check(
     adapters: tuple[ExpertAdapter | None, ExpertAdapter | None],
 ) -> None:
     E, H, wide = weights.gate_up.shape
-    wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = [
+    wanted: list[tuple[str, torch.Tensor | PackedWeight | None, tuple[int, ...]]] = [
         ("hidden", hidden, (len(topk_indices), H)),
         ("weights.down", weights.down, (E, wide // 2, H)),
         ("weights.gate_up_bias", weights.gate_up_bias, (E, wide)),

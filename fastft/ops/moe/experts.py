@@ -27,6 +27,21 @@ from .order import ExpertOrder
 from .products import Products
 
 
+class PackedWeight(NamedTuple):
+    """A frozen weight that is made when it is needed, and once more for backward: one of 4 bits.
+
+    Attributes:
+        make: the weight, in memory that the next one may be made in.
+        shape, dtype: of what it makes.
+        device: where.
+    """
+
+    make: Callable[[], torch.Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 class ExpertWeights(NamedTuple):
     """Of all experts, from input to output whatever the layout in memory: transposed views where it is the other.
 
@@ -37,8 +52,8 @@ class ExpertWeights(NamedTuple):
         down_bias: [E, H] or None.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | PackedWeight
+    down: torch.Tensor | PackedWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -72,6 +87,7 @@ class Run:
         products: of rows with weights.
         thin: products with an adapter's factors.
         scaling: of the two adapters.
+        packed: gate_up and down where they have to be made.
         pending: what the second half computes from; gone when it has run.
     """
 
@@ -82,7 +98,21 @@ class Run:
     products: Products
     thin: Products
     scaling: tuple[float, float]
+    packed: tuple[PackedWeight | None, PackedWeight | None]
     pending: tuple[Any, ...] = ()
+
+    def gate_up(self, weight: torch.Tensor | None) -> torch.Tensor:
+        return self._made(weight, self.packed[0])
+
+    def down(self, weight: torch.Tensor | None) -> torch.Tensor:
+        return self._made(weight, self.packed[1])
+
+    @staticmethod
+    def _made(weight: torch.Tensor | None, packed: PackedWeight | None) -> torch.Tensor:
+        if weight is not None:
+            return weight
+        assert packed is not None
+        return packed.make()
 
 
 def run_experts(
@@ -94,7 +124,8 @@ def run_experts(
 ) -> torch.Tensor:
     """out [T, H] of hidden [T, H], whose dtype is that of the weights."""
     factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else adapter[:2])]
-    begun = _FirstHalf.apply(hidden, topk_weights, *weights, *factors, run)
+    plain = [None if isinstance(weight, PackedWeight) else weight for weight in weights]
+    begun = _FirstHalf.apply(hidden, topk_weights, *plain, *factors, run)
     return _SecondHalf.apply(begun, run)
 
 
@@ -109,7 +140,7 @@ class _FirstHalf(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         hidden, topk_weights, gate_up, down, gate_up_bias, down_bias, A1, B1, A2, B2, run = inputs
         x = run.pieces.gather_rows(hidden, run.order, run.topk_indices.shape[1])
-        pre = run.products.matmul(x, gate_up)
+        pre = run.products.matmul(x, run.gate_up(gate_up))
         low = None
         if A1 is not None:
             low = run.thin.matmul(x, A1)
@@ -136,7 +167,7 @@ class _SecondHalf(torch.autograd.Function):
         pre, topk_weights, down, gate_up_bias, down_bias, A2, B2 = run.pending
         run.pending = ()
         activation = run.pieces.gate_forward(pre, run.order, run.gate, gate_up_bias)
-        rows = run.products.matmul(activation, down)
+        rows = run.products.matmul(activation, run.down(down))
         if A2 is not None:
             run.thin.add_matmul_(rows, run.thin.matmul(activation, A2), B2, run.scaling[1])
         return run.pieces.combine_rows(rows, run.order, topk_weights, run.topk_indices, down_bias)
@@ -146,41 +177,50 @@ class _SecondHalf(torch.autograd.Function):
         return grads[0], None
 
 
+class _Trained(NamedTuple):
+    """Which of the weights need a gradient."""
+
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
 class _Backward:
     """One backward pass; its steps share what they have made."""
 
     def __init__(self, ctx: Any, grad: torch.Tensor) -> None:
         self.hidden, self.topk_weights, self.pre, self.low = ctx.saved_tensors
-        self.weights = ExpertWeights(*ctx.kept.unchanged()[:4])
+        self.gate_up, self.down, self.gate_up_bias, self.down_bias = ctx.kept.unchanged()[:4]
         self.A1, self.B1, self.A2, self.B2 = ctx.kept.unchanged()[4:]
         self.called: Run = ctx.run
         self.grad = grad
         needed = ctx.needs_input_grad
         self.needs_hidden, self.needs_weights = needed[0], needed[1]
-        self.trains = ExpertWeights(*needed[2:6])
+        self.trains = _Trained(*needed[2:6])
         self.trains_adapters = (any(needed[6:8]), any(needed[8:10]))
 
     def run(self) -> tuple[torch.Tensor | None, ...]:
         run, choices = self.called, self.called.topk_indices.shape[1]
         g = run.pieces.gather_rows(self.grad, run.order, choices)
-        activation_grad = run.products.matmul(g, self.weights.down.mT)
+        activation_grad = run.products.matmul(g, run.down(self.down).mT)
         low_grad = None
         if self.A2 is not None:
             low_grad = run.thin.matmul(g, self.B2.mT)
             run.thin.add_matmul_(activation_grad, low_grad, self.A2.mT, run.scaling[1])
         pre_grad, weights_grad, weighted = run.pieces.gate_backward(
-            self.pre, activation_grad, run.order, self.topk_weights, run.gate, self.weights.gate_up_bias,
-            with_activation=bool(self.trains.down) or self.trains_adapters[1],
+            self.pre, activation_grad, run.order, self.topk_weights, run.gate, self.gate_up_bias,
+            with_activation=self.trains.down or self.trains_adapters[1],
         )  # fmt: skip
         del activation_grad
-        down_grad = _outer_like(run.products, self.weights.down, weighted, g) if self.trains.down else None
+        down_grad = _outer_like(run.products, self.down, weighted, g) if self.trains.down else None
         A2_grad, B2_grad = self._second_adapter(weighted, g, low_grad)
         del g, weighted
         gate_up_bias_grad, down_bias_grad = self._biases(pre_grad)
         x = None
         if self.trains.gate_up or self.trains_adapters[0]:
             x = run.pieces.gather_rows(self.hidden, run.order, choices)
-        gate_up_grad = _outer_like(run.products, self.weights.gate_up, x, pre_grad) if self.trains.gate_up else None
+        gate_up_grad = _outer_like(run.products, self.gate_up, x, pre_grad) if self.trains.gate_up else None
         low_grad = None if self.A1 is None else run.thin.matmul(pre_grad, self.B1.mT)
         A1_grad, B1_grad = self._first_adapter(x, pre_grad, low_grad)
         del x
@@ -193,7 +233,7 @@ class _Backward:
         if not self.needs_hidden:
             return None
         run = self.called
-        rows = run.products.matmul(pre_grad, self.weights.gate_up.mT)
+        rows = run.products.matmul(pre_grad, run.gate_up(self.gate_up).mT)
         if low_grad is not None:
             run.thin.add_matmul_(rows, low_grad, self.A1.mT, run.scaling[0])
         return run.pieces.combine_rows(rows, run.order, None, run.topk_indices, None)
@@ -202,9 +242,9 @@ class _Backward:
         """<dout, y>: with the second bias, y is more than what the activation makes of it."""
         if not self.needs_weights:
             return None
-        if self.weights.down_bias is not None:
+        if self.down_bias is not None:
             with torch.autocast(grad.device.type, enabled=False):
-                by_expert = self.grad.to(grad.dtype) @ self.weights.down_bias.to(grad.dtype).t()
+                by_expert = self.grad.to(grad.dtype) @ self.down_bias.to(grad.dtype).t()
             indices, owned = self._owned()
             grad = grad + by_expert.gather(1, indices).where(owned, 0)
         return grad.to(self.topk_weights.dtype)
