@@ -1,8 +1,8 @@
 """Weights of experts that bitsandbytes holds in 4 bits (`bitsandbytes.nn.parametrize.replace_parameter_4bit`).
 
-bitsandbytes makes the whole stack anew whenever it is read, and autograd then saves it. Here it is made into memory that
-all layers of a model share, once in forward and once in backward. bitsandbytes is never imported from here: a module
-with such weights has done it.
+bitsandbytes makes the whole stack anew whenever it is read, and autograd then saves it. Here it is made into memory
+that all layers of a model share, once in forward and once in backward. bitsandbytes is never imported from here: a
+module with such weights has done it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ..ops.moe import ExpertAdapter
 from .peft import is_intercepted
 
 KIND = "expert_adapter"
+_CACHING = "bitsandbytes.nn.parametrize"
 # Where the factors of each parameter go in the op.
 _PLACES = {"gate_up_proj": 0, "down_proj": 1}
 
@@ -109,8 +110,7 @@ def _without_caching(module: nn.Module) -> dict[str, Any]:
     """What bitsandbytes hangs on 4-bit experts only keeps what it has made during a call."""
     state = dict(module.__dict__)
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        hooks = state[name].items()
-        state[name] = {key: hook for key, hook in hooks if getattr(hook, "__module__", "") != "bitsandbytes.nn.parametrize"}
+        state[name] = [hook for hook in state[name].values() if getattr(hook, "__module__", "") != _CACHING]
     return state
 
 
