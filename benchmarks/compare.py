@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN_STEP = ROOT / "benchmarks" / "train_step.py"
 COLUMNS = ("workload", "stack", "step", "slowest and fastest round", "tokens/s", "peak memory", "against the first")
 # What makes two lines comparable: they did the same work.
-WORKLOAD = ("model", "layers", "method", "packing", "checkpointing", "data", "rows", "length")
+WORKLOAD = ("model", "layers", "method", "expert_adapters", "packing", "checkpointing", "data", "rows", "length")
 
 Line = dict[str, Any]
 
@@ -82,14 +82,15 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def workload(line: Line) -> tuple[Any, ...]:
-    return tuple(line["arguments"][name] for name in WORKLOAD)
+    return tuple(line["arguments"].get(name) for name in WORKLOAD)  # older lines lack newer options
 
 
 def describe(line: Line) -> str:
     arguments = line["arguments"]
     layers = f", {arguments['layers']} layers" if arguments["layers"] else ""
     packing = "packed" if arguments["packing"] else "padded"
-    return f"{arguments['model']}{layers}, {arguments['method']}, {packing}, checkpointing {arguments['checkpointing']}"
+    method = arguments["method"] + (" on experts too" if arguments.get("expert_adapters") else "")
+    return f"{arguments['model']}{layers}, {method}, {packing}, checkpointing {arguments['checkpointing']}"
 
 
 def summarise(lines: list[Line]) -> list[list[str]]:

@@ -18,6 +18,7 @@ import torch
 from benchmarks.models import PRESETS, build_config, build_model
 
 LORA_RANK = 16
+EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA_ALPHA = 16
 NEEDED_PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": (),
@@ -139,6 +140,7 @@ def _lora_config(args: Any) -> Any:
         lora_dropout=0.0,
         bias="none",
         target_modules=PRESETS[args.model].lora_targets,
+        target_parameters=EXPERT_PARAMETERS if getattr(args, "expert_adapters", False) else None,
         task_type="CAUSAL_LM",
     )
 

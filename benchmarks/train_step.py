@@ -65,6 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=models.PRESETS, required=True)
     parser.add_argument("--layers", type=int, help="cut the model to this many decoder layers")
     parser.add_argument("--method", choices=("full", "lora", "qlora"), default="lora")
+    parser.add_argument("--expert-adapters", action="store_true", help="LoRA on the experts of sparse layers as well")
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--checkpointing", choices=("on", "off", "plain"), default="on", help="plain: Unsloth without its offload"
@@ -86,6 +87,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.rows, args.length, args.steps) < 1 or args.warmup < 1:
         parser.error("--rows, --length, --steps and --warmup must be at least 1 (the first step holds compilation)")
+    if args.expert_adapters and (args.method == "full" or args.stack == "unsloth"):
+        parser.error("--expert-adapters is for LoRA with PEFT's target_parameters")
     return args
 
 
