@@ -134,19 +134,28 @@ def why_not_packable(backbone: nn.Module) -> str:
         return f"the masks of {name} have further rules, which a packed batch would lose"
     if "create_chunked_causal_mask" in words and not all(map(_knows_its_chunks, attention.values())):
         return f"which layers of {name} attend in chunks is not known"
-    windowed = "create_sliding_window_causal_mask" in words and _has_window(config)
     shares = getattr(config, "num_kv_shared_layers", None) != 0
     for module in attention.values():
         heard = words_of(type(module).forward)
-        if windowed and "sliding_window" not in heard:
-            return f"{type(module).__name__} does not tell its attention the sliding window"
         if shares and any("kv_shared" in word or "shared_kv" in word for word in heard):
             return f"layers of {name} share keys and values"
     return (
-        why_state_crosses(backbone)
+        why_window_is_lost(backbone)
+        or why_state_crosses(backbone)
         or _why_not_reached(backbone, [*attention, *mixers(backbone)])
         or _layer_without(backbone, attention)
     )
+
+
+def why_window_is_lost(backbone: nn.Module) -> str:
+    """Why a packed batch would lose the sliding window of a backbone, which has it in its masks alone; "" if not."""
+    words = words_of(type(backbone).forward)
+    if "create_sliding_window_causal_mask" not in words or not _has_window(backbone.config):
+        return ""
+    for module in interface_attention(backbone).values():
+        if "sliding_window" not in words_of(type(module).forward):
+            return f"{type(module).__name__} does not tell its attention the sliding window"
+    return ""
 
 
 def reads_causally(model: nn.Module, backbone: Any) -> bool:

@@ -6,9 +6,18 @@ from functools import cache
 from typing import NamedTuple
 
 from ..family_spec import FamilySpec
-from . import llama, mistral, qwen2, qwen3
+from . import granitemoe, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 
-FAMILIES: tuple[FamilySpec, ...] = (llama.SPEC, mistral.SPEC, qwen2.SPEC, qwen3.SPEC)
+FAMILIES: tuple[FamilySpec, ...] = (
+    granitemoe.SPEC,
+    llama.SPEC,
+    mistral.SPEC,
+    mixtral.SPEC,
+    qwen2.SPEC,
+    qwen2_moe.SPEC,
+    qwen3.SPEC,
+    qwen3_moe.SPEC,
+)
 
 
 class Role(NamedTuple):
@@ -21,9 +30,10 @@ class Role(NamedTuple):
 @cache
 def _roles() -> dict[tuple[str, str], Role]:
     return {
-        (family.module, getattr(family, kind)): Role(family, kind)
+        (family.module, name): Role(family, kind)
         for family in FAMILIES
         for kind in ("backbone", "attention", "mlp", "rms_norm")
+        if (name := getattr(family, kind)) is not None
     }
 
 

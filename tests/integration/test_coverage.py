@@ -74,7 +74,7 @@ def test_the_models_own_code_keeps_documents_apart(family):
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_a_packed_batch_is_refused_where_documents_would_see_each_other(family):
     stock = tiny_decoder(family)
-    model = patch_model(copy.deepcopy(stock), lora=False)
+    model = patch_model(copy.deepcopy(stock), lora=False, experts=False)
     assert "is refused" in why_stock(model)
     for way in ("position_ids", "cu_seq_lens"):
         with pytest.raises(PackingError, match="which would see each other: "):
@@ -83,7 +83,7 @@ def test_a_packed_batch_is_refused_where_documents_would_see_each_other(family):
     rows = {"input_ids": inputs((12, 12), "position_ids")["input_ids"].view(2, 12)}
     rows["position_ids"] = torch.arange(12).expand(2, -1)
     assert torch.equal(model(**rows).logits, stock(**rows).logits)
-    patch_model(model, lora=False, packing=False)  # for whoever wants that
+    patch_model(model, lora=False, packing=False, experts=False)  # for whoever wants that
     batch = inputs(LENGTHS, "position_ids")
     assert torch.equal(model(**batch, use_cache=False).logits, stock(**batch, use_cache=False).logits)
     assert leaks(model, batch, LENGTHS) != []

@@ -32,7 +32,7 @@ _PACKED: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 3},
     "gpt2": _GPT2,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 _NOT_PACKED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({}, "MambaModel does not take its attention from transformers' AttentionInterface"),
@@ -60,7 +60,7 @@ def test_sequences_of_a_packed_batch_are_kept_apart(family: str) -> None:
     assert (leaky - expected).abs().max() > 1e-4  # sequences that see each other would be noticed
     padded = model(**left_padded()).logits
     tokens = model.generate(**left_padded(), max_new_tokens=4, do_sample=False)
-    fastft.patch_model(model)
+    fastft.patch_model(model, experts=False)  # which round otherwise
     actual = model(batch["input_ids"], position_ids=batch["position_ids"])
     torch.testing.assert_close(actual.logits, expected, atol=1e-5, rtol=1e-4)
     actual.logits.sum().backward()
@@ -70,12 +70,13 @@ def test_sequences_of_a_packed_batch_are_kept_apart(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", _PACKED)
-def test_an_unknown_family_gets_packing_and_attention_only(family: str) -> None:
+def test_an_unknown_family_gets_what_transformers_interfaces_offer(family: str) -> None:
     model = tiny_model(family, **_PACKED[family])
     before = snapshot(model)
     fastft.patch_model(model)
     report = fastft.report(model)
-    assert {item.op for item in report.replaced} == {"packing", "attention"}
+    offered = {"packing", "attention"} | ({"experts"} if "num_experts_per_tok" in _PACKED[family] else set())
+    assert {item.op for item in report.replaced} == offered
     assert {item.op for item in report.skipped} == {"rope", "rms_norm", "lora"}
     name = type(model).__name__
     assert {item.reason for item in report.skipped} == {f"{name} belongs to no family that fastft knows"}

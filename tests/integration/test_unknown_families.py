@@ -30,7 +30,7 @@ SERVED = {
     "gemma2": (LAYER_TYPES | {"attn_implementation": "eager"}, "softcap"),
     "gpt_oss": (LAYER_TYPES | MOE | {"attn_implementation": "eager"}, "s_aux"),
     "gemma3_text": (LAYER_TYPES, ""),
-    "qwen3_moe": (MOE, ""),
+    "olmoe": (MOE, ""),
     "cohere2": (LAYER_TYPES, ""),
     "olmo2": ({}, ""),
     "phi3": ({"sliding_window": 5}, ""),

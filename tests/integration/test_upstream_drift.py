@@ -48,6 +48,28 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "transformers.models.qwen3.modeling_qwen3.Qwen3Model.forward": ("7082cc645fa7709b",),
     "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb": ("f0e978aab1df6bb0",),
     "transformers.models.qwen3.modeling_qwen3.rotate_half": ("7b6c9b425ca04287",),
+    "transformers.models.granitemoe.modeling_granitemoe.GraniteMoeAttention.forward": ("865d17a1b6edd273",),
+    "transformers.models.granitemoe.modeling_granitemoe.GraniteMoeRMSNorm.forward": ("9635bcd843f309a0",),
+    "transformers.models.granitemoe.modeling_granitemoe.GraniteMoeModel.forward": ("95f9326ba1580858",),
+    "transformers.models.granitemoe.modeling_granitemoe.apply_rotary_pos_emb": ("f0e978aab1df6bb0",),
+    "transformers.models.granitemoe.modeling_granitemoe.rotate_half": ("7b6c9b425ca04287",),
+    "transformers.models.mixtral.modeling_mixtral.MixtralAttention.forward": ("38eb7a675fc00c3f",),
+    "transformers.models.mixtral.modeling_mixtral.MixtralRMSNorm.forward": ("9635bcd843f309a0",),
+    "transformers.models.mixtral.modeling_mixtral.MixtralModel.forward": ("851e9999148b6cd5",),
+    "transformers.models.mixtral.modeling_mixtral.apply_rotary_pos_emb": ("f0e978aab1df6bb0",),
+    "transformers.models.mixtral.modeling_mixtral.rotate_half": ("7b6c9b425ca04287",),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeAttention.forward": ("865d17a1b6edd273",),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeMLP.forward": ("7d2027d4464e3e71",),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeRMSNorm.forward": ("9635bcd843f309a0",),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeModel.forward": ("364a19816f339ccc",),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.apply_rotary_pos_emb": ("f0e978aab1df6bb0",),
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.rotate_half": ("7b6c9b425ca04287",),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeAttention.forward": ("e0b15d778eecc3a8",),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeMLP.forward": ("7d2027d4464e3e71",),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeRMSNorm.forward": ("9635bcd843f309a0",),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeModel.forward": ("851e9999148b6cd5",),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.apply_rotary_pos_emb": ("f0e978aab1df6bb0",),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.rotate_half": ("7b6c9b425ca04287",),
 }
 
 
@@ -56,12 +78,13 @@ def _forwards() -> dict[str, str]:
     for spec in SPECS:
         what = {
             f"{spec.attention}.forward": "fastft/modules/attention.py:forward, and the kwargs it gives to attention",
-            f"{spec.mlp}.forward": "fastft/modules/mlp.py:forward",
             f"{spec.rms_norm}.forward": "fastft/modules/norm.py:forward, and rounding and epsilon in the family file",
             f"{spec.backbone}.forward": "fastft/modules/backbone.py: kwargs reach layers, masking_utils makes masks",
             "apply_rotary_pos_emb": "fastft/ops/rope, and rope_layout in the family file",
             "rotate_half": "fastft/ops/rope, and rope_layout in the family file",
         }
+        if spec.mlp is not None:
+            what[f"{spec.mlp}.forward"] = "fastft/modules/mlp.py:forward"
         found |= {f"{spec.module}.{name}": check for name, check in what.items()}
     return found
 
