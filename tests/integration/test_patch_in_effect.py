@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import packed_batch, tiny_model
 
 import fastft
-from fastft import plan
+from fastft import choices, plan
 from fastft.errors import UnsupportedOptionError
 
 
@@ -83,7 +83,7 @@ def test_a_forward_put_back_after_patching():
 
 def test_fp32_weights_name_the_engine_under_autocast_too(monkeypatch):
     model = fastft.patch_model(tiny_model("llama"))
-    monkeypatch.setattr(plan, "probe", lambda device: DESCRIBED["H200"])
+    monkeypatch.setattr(choices, "probe", lambda device: DESCRIBED["H200"])
     (reason,) = {item.reason for item in fastft.report(model).replaced if item.op == "attention"}
     assert reason.endswith("; under bf16 autocast: fa2")
     model.to(torch.bfloat16)

@@ -20,6 +20,8 @@ from ...capability import GPUCapability, Verdict
 
 # PyTorch's kernel wants rows that begin at multiples of so many bytes.
 ALIGNMENT = 16
+# Major compute capabilities that its kernels are made for; elsewhere PyTorch goes from expert to expert.
+_GROUPED_MM_MAJORS = (9, 10)
 
 
 class Products(Protocol):
@@ -119,8 +121,9 @@ def verdicts(capability: GPUCapability, dtype: torch.dtype, *, aligned: bool) ->
     if kind == "cpu":
         return {"loop": loop, "grouped_mm": _grouped_mm_exists(), "triton": _triton(capability, dtype)}
     grouped_mm = _grouped_mm_exists()
-    if grouped_mm and capability.device.arch < (9, 0):
-        grouped_mm = Verdict(False, f"PyTorch's grouped_mm is made for sm90, this is {capability.device.architecture}")
+    if grouped_mm and (kind != "cuda" or capability.device.arch[0] not in _GROUPED_MM_MAJORS):
+        where = capability.device.architecture
+        grouped_mm = Verdict(False, f"PyTorch's grouped_mm is made for sm90 and sm100, this is {where}")
     elif grouped_mm and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         grouped_mm = Verdict(False, f"PyTorch's grouped_mm is made for bf16, this is {name}")
