@@ -26,7 +26,9 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(function):
         def wrapper(*args, **kwargs):
             tensor = function(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.device.type != "meta" else tensor
+            if not tensor.is_floating_point() or tensor.device.type == "meta" or tensor.requires_grad:
+                return tensor
+            return tensor.fill_(float("nan"))
 
         return wrapper
 

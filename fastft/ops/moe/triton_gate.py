@@ -38,16 +38,49 @@ def _expert_of_rows(row, offsets_ptr, E: tl.constexpr, BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def _load_halves(pointers, mask, up: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """g and u, in fp32; `pointers` are those of g."""
-    g = tl.load(pointers, mask=mask, other=0).to(tl.float32)
-    u = tl.load(pointers + up, mask=mask, other=0).to(tl.float32)
+def _load_halves(row_ptr, first, row, exists, I: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):  # noqa: E741
+    """g and u of COLUMNS columns from `first` on, in fp32; the row's number times 2 * I is where it begins."""
+    if INTERLEAVED:  # two loads with a step of two would ask for every line twice
+        column = 2 * first + tl.arange(0, 2 * COLUMNS)
+        mask = exists[:, None] & (column < 2 * I)[None, :]
+        both = tl.load(row_ptr + row[:, None] * (2 * I) + column[None, :], mask=mask, other=0).to(tl.float32)
+        g, u = tl.split(tl.reshape(both, [both.shape[0], COLUMNS, 2]))
+    else:
+        column = first + tl.arange(0, COLUMNS)
+        mask = exists[:, None] & (column < I)[None, :]
+        places = row_ptr + row[:, None] * (2 * I) + column[None, :]
+        g = tl.load(places, mask=mask, other=0).to(tl.float32)
+        u = tl.load(places + I, mask=mask, other=0).to(tl.float32)
     return g, u
 
 
 @triton.jit
+def _store_halves(row_ptr, g, u, first, row, exists, I: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):  # noqa: E741
+    if INTERLEAVED:
+        column = 2 * first + tl.arange(0, 2 * COLUMNS)
+        mask = exists[:, None] & (column < 2 * I)[None, :]
+        tl.store(row_ptr + row[:, None] * (2 * I) + column[None, :], tl.interleave(g, u), mask=mask)
+    else:
+        column = first + tl.arange(0, COLUMNS)
+        mask = exists[:, None] & (column < I)[None, :]
+        places = row_ptr + row[:, None] * (2 * I) + column[None, :]
+        tl.store(places, g, mask=mask)
+        tl.store(places + I, u, mask=mask)
+
+
+@triton.jit
+def _exp(x):
+    """e^x to two units in the last place: of x log2(e), what fp32 rounds away is as much as x is large."""
+    power = x * 1.4426950408889634
+    lost = tl.fma(x, 1.4426950408889634, -power) + x * 1.9259629911266174e-08
+    lost = tl.where(power > -200, lost, 0.0)  # infinite numbers have no rest
+    return tl.exp2(power) * (1 + 0.6931471805599453 * lost)
+
+
+@triton.jit
 def _swish(x, alpha: tl.constexpr):
-    sigmoid = tl.sigmoid(alpha * x)
+    small = _exp(-tl.abs(alpha * x))
+    sigmoid = tl.where(x * alpha < 0, small, 1.0) / (1 + small)
     return x * sigmoid, sigmoid * (1 + alpha * x * (1 - sigmoid))
 
 
@@ -68,10 +101,11 @@ def _activate(g, u, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl.con
         elif ACTIVATION == "gelu":
             cumulative = 0.5 * (1 + tl.erf(g * 0.7071067811865476))
             act = g * cumulative
-            slope = cumulative + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+            slope = cumulative + g * _exp(-0.5 * g * g) * 0.3989422804014327
         else:
             inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-            half = tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
+            small = _exp(-2 * tl.abs(inner))
+            half = tl.where(inner < 0, small, 1.0) / (1 + small)  # (1 + tanh(inner)) / 2
             act = g * half
             slope = half + 2 * g * half * (1 - half) * 0.7978845608028654 * (1 + 0.134145 * g * g)
         by_g, by_u = slope * u, act
@@ -96,8 +130,6 @@ def _gate_forward_kernel(
     COLUMNS: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    step: tl.constexpr = 2 if INTERLEAVED else 1
-    up: tl.constexpr = 1 if INTERLEAVED else I
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     if BIASED:
@@ -105,11 +137,9 @@ def _gate_forward_kernel(
     for first in range(0, I, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         mask = exists[:, None] & (column < I)[None, :]
-        places = row[:, None] * (2 * I) + column[None, :] * step
-        g, u = _load_halves(pre_ptr + places, mask, up, INTERLEAVED)
+        g, u = _load_halves(pre_ptr, first, row, exists, I, COLUMNS, INTERLEAVED)
         if BIASED:
-            biases = expert[:, None] * (2 * I) + column[None, :] * step
-            bias_g, bias_u = _load_halves(bias_ptr + biases, mask, up, INTERLEAVED)
+            bias_g, bias_u = _load_halves(bias_ptr, first, expert, exists, I, COLUMNS, INTERLEAVED)
             g += bias_g
             u += bias_u
         activation, _, _ = _activate(g, u, ACTIVATION, ALPHA, LIMIT)
@@ -143,8 +173,6 @@ def _gate_backward_kernel(
     COLUMNS: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    step: tl.constexpr = 2 if INTERLEAVED else 1
-    up: tl.constexpr = 1 if INTERLEAVED else I
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     pair = tl.load(pairs_ptr + row, mask=exists, other=0)
@@ -156,20 +184,17 @@ def _gate_backward_kernel(
     for first in range(0, I, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         mask = exists[:, None] & (column < I)[None, :]
-        places = row[:, None] * (2 * I) + column[None, :] * step
         narrow = row[:, None] * I + column[None, :]
-        g, u = _load_halves(pre_ptr + places, mask, up, INTERLEAVED)
+        g, u = _load_halves(pre_ptr, first, row, exists, I, COLUMNS, INTERLEAVED)
         if BIASED:
-            biases = expert[:, None] * (2 * I) + column[None, :] * step
-            bias_g, bias_u = _load_halves(bias_ptr + biases, mask, up, INTERLEAVED)
+            bias_g, bias_u = _load_halves(bias_ptr, first, expert, exists, I, COLUMNS, INTERLEAVED)
             g += bias_g
             u += bias_u
         grad = tl.load(grad_ptr + narrow, mask=mask, other=0).to(tl.float32)
         activation, by_g, by_u = _activate(g, u, ACTIVATION, ALPHA, LIMIT)
         product += tl.sum(tl.where(mask, activation * grad, 0.0), axis=1)
         grad *= weight[:, None]
-        tl.store(grad_pre_ptr + places, by_g * grad, mask=mask)
-        tl.store(grad_pre_ptr + places + up, by_u * grad, mask=mask)
+        _store_halves(grad_pre_ptr, by_g * grad, by_u * grad, first, row, exists, I, COLUMNS, INTERLEAVED)
         if WITH_ACTIVATION:
             tl.store(weighted_ptr + narrow, activation * weight[:, None], mask=mask)
     owned = row < tl.load(offsets_ptr + E - 1)

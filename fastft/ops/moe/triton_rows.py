@@ -1,12 +1,11 @@
 """Tokens to the rows of their experts, and back.
 
-    gather:   x[s, :]   = source[pairs[s] // K, :]                                       [T, H] to [S, H]
+    gather:   x[rows[t * K + k], :] = source[t, :]                                       [T, H] to [S, H]
     combine:  out[t, :] = sum over k of w[t, k] * (y[rows[t * K + k], :] + bias[e, :])   [S, H] to [T, H]
 
-Shapes: S = T * K pairs; pairs, rows int32 [S]; w [T, K] or none; bias [E, H] or none, e the expert of t, k. Rows at or
-beyond offsets[E - 1] belong to no expert: combine does not read them. Sums are in fp32, over k in order.
-Bytes: gather reads and writes S * H elements (a token's row is read K times, by programs that are apart, so from memory
-unless the cache holds it); combine reads S * H and writes T * H. Any card that Triton compiles for.
+Shapes: S = T * K pairs; rows int32 [S]; w [T, K] or none; bias [E, H] or none, e the expert of t, k. Rows at or beyond
+offsets[E - 1] belong to no expert: combine does not read them. Sums are in fp32, over k in order.
+Elements moved: gather reads T * H and writes S * H, combine the other way round. Any card that Triton compiles for.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ MOST_COLUMNS = 2048
 TILE = 4096
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(
     source_ptr,  # [T, H], strides stride_token, stride_column
-    pairs_ptr,  # [S]
+    place_ptr,  # [S]: the row of each pair
     out_ptr,  # [S, H]
-    num_rows,
+    num_tokens,
     stride_token,
     stride_column,
     H: tl.constexpr,
@@ -39,14 +38,15 @@ def _gather_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = row < num_rows
-    token = (tl.load(pairs_ptr + row, mask=exists, other=0) // K).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = token < num_tokens
     for first in range(0, H, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         mask = exists[:, None] & (column < H)[None, :]
         x = tl.load(source_ptr + token[:, None] * stride_token + column[None, :] * stride_column, mask=mask, other=0)
-        tl.store(out_ptr + row[:, None] * H + column[None, :], x, mask=mask)
+        for choice in tl.static_range(K):
+            row = tl.load(place_ptr + token * K + choice, mask=exists, other=0).to(tl.int64)
+            tl.store(out_ptr + row[:, None] * H + column[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -98,12 +98,12 @@ _gather, _combine = Launcher(_gather_kernel), Launcher(_combine_kernel)
 
 def gather_rows(source: torch.Tensor, order: ExpertOrder, choices: int) -> torch.Tensor:
     """See `reference.gather_rows`; source may have any strides."""
-    size, count = source.shape[1], len(order.pairs)
-    out = torch.empty(count, size, dtype=source.dtype, device=source.device)
+    tokens, size = source.shape
+    out = torch.empty(tokens * choices, size, dtype=source.dtype, device=source.device)
     if out.numel():
-        constants = {"H": size, "K": choices, **_tile(size, 1)}
-        numbers = (count, *source.stride())
-        _gather(triton.cdiv(count, constants["ROWS"]), (source, order.pairs, out), numbers, constants)
+        constants = {"H": size, "K": choices, **_tile(size, choices)}
+        numbers = (tokens, *source.stride())
+        _gather(triton.cdiv(tokens, constants["ROWS"]), (source, order.rows, out), numbers, constants)
     return out
 
 
@@ -136,10 +136,10 @@ def combine_rows(
     return out
 
 
-def _tile(size: int, reads: int) -> dict[str, int]:
-    """Narrow rows go several to a program; what is read before one element is written makes the tile smaller."""
+def _tile(size: int, choices: int) -> dict[str, int]:
+    """Narrow rows go several to a program; the more experts a token has, the more a program has to do for each."""
     columns = min(triton.next_power_of_2(size), MOST_COLUMNS)
-    rows = max(1, TILE // columns // min(triton.next_power_of_2(reads), 4))
+    rows = max(1, TILE // columns // min(triton.next_power_of_2(choices), 4))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": 8 if rows * columns >= TILE else 4}
 
 
@@ -149,8 +149,8 @@ def compile_cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
         tile = _tile(size, 1)
         warps = tile.pop("num_warps")
         constants = {"H": size, "K": 8, **tile}
-        pointers = {"source_ptr": dtype, "pairs_ptr": "*i32", "out_ptr": dtype}
-        numbers = {"num_rows": "i32", "stride_token": "i64", "stride_column": "i64"}
+        pointers = {"source_ptr": dtype, "place_ptr": "*i32", "out_ptr": dtype}
+        numbers = {"num_tokens": "i32", "stride_token": "i64", "stride_column": "i64"}
         yield _gather_kernel, {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}, constants, warps
         for flag in (True, False):
             tile = _tile(size, 8)
