@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from budget import assert_mutant_caught, assert_within_budget
-from described_devices import DESCRIBED
+from budget import assert_mutant_caught, budget_violations
 from interpreter import run_kernels_as_a_gpu_would
 
-from fastft.capability import probe
 from fastft.errors import KernelInputError, UnsupportedOptionError
 from fastft.ops import moe
 from fastft.ops.moe import ExpertAdapter, ExpertWeights, Gate
@@ -141,16 +140,30 @@ def wide(case, leaves):
 
 
 def check(case, device, impl, frozen=()):
-    """Few tokens are drawn several times: errors of single numbers are luck."""
+    """In most of several draws each measure of each tensor is within the budget.
+
+    The largest error of a few hundred numbers is luck: of 60 draws some have twice and more the eager one's (up to 2.3
+    times) where the root mean squares are equal (plain torch in fp32). What is wrong is wrong in every draw.
+    """
+    draws, exceeded, mutants = 2 if device.type == "cpu" else 7, Counter(), 0
+    for seed in range(draws):
+        oracle, eager, found = several(case, device, impl, frozen, seed)
+        for violation in budget_violations(found, eager, oracle):
+            exceeded[violation.split(" error")[0]] += 1
+        mutants += bool(budget_violations({**found, "hidden": found["hidden"] * 1.05}, eager, oracle))
+    assert {name: count for name, count in exceeded.items() if count > draws // 2} == {}
+    assert mutants == draws
+
+
+def several(case, device, impl, frozen, seed):
+    """Few tokens are drawn several times, and counted as one draw: errors of single numbers mean nothing."""
     oracle, eager, found = [], [], []
-    for seed in range(1 + (48 if device.type == "cpu" else 240) // case.tokens):
-        leaves, topk_indices = draw(case, device, seed)
+    for part in range(1 + 24 // case.tokens):
+        leaves, topk_indices = draw(case, device, 100 * seed + part)
         oracle.append(results(run_loop, *wide(case, leaves), topk_indices, frozen))
         eager.append(results(run_loop, case, leaves, topk_indices, frozen))
         found.append(results(run_ours, case, leaves, topk_indices, frozen, impl=impl))
-    oracle, eager, found = map(together, (oracle, eager, found))
-    assert_within_budget(found, eager, oracle)
-    assert_mutant_caught({**found, "hidden": found["hidden"] * 1.05}, eager, oracle)
+    return map(together, (oracle, eager, found))
 
 
 def together(draws):
@@ -350,45 +363,3 @@ def test_infinite_and_undefined_numbers_stay_with_their_tokens(gate, impl, devic
         others = [token for token in range(9) if token != 4]
         assert torch.equal(found[others], plain[others])
         assert torch.equal(found[4].isnan(), expected[4].isnan()) and not found[4].isfinite().any()
-
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.mark.parametrize(
-    ("card", "dtype", "aligned", "expected"),
-    [
-        ("H200", BF16, True, "grouped_mm"),
-        ("H200", BF16, False, "triton"),
-        ("H200", FP16, True, "triton"),
-        ("H200", FP32, True, "loop"),
-        ("A100", BF16, True, "triton"),
-        ("B200", BF16, True, "grouped_mm"),
-        ("DGX Spark", BF16, True, "triton"),
-        ("T4", FP16, True, "loop"),  # Triton has no tensor cores there
-        ("MI300", BF16, True, "loop"),
-    ],
-)
-def test_who_multiplies_where(card, dtype, aligned, expected):
-    verdicts = moe.verdicts(DESCRIBED[card], dtype, aligned=aligned)
-    assert next(name for name, verdict in verdicts.items() if verdict) == expected
-    assert all(verdict.reason for verdict in verdicts.values())
-
-
-def test_a_cpu_has_the_reference_and_unknown_names_are_refused():
-    assert next(iter(moe.verdicts(probe(torch.device("cpu")), BF16, aligned=True))) == "reference"
-    with pytest.raises(UnsupportedOptionError, match="unknown implementation"):
-        moe.resolve(torch.device("cpu"), FP32, True, "sonic")
-
-
-def test_alignment_is_that_of_rows_and_of_memory():
-    def weights(hidden, width, dtype=BF16, shift=0):
-        memory = torch.zeros(2 * 2 * width * hidden + 8, dtype=dtype)[shift:]
-        gate_up = memory[: 2 * 2 * width * hidden].view(2, 2 * width, hidden)
-        return ExpertWeights(gate_up.mT, torch.zeros(2, hidden, width, dtype=dtype).mT)
-
-    assert moe.is_aligned(weights(32, 16)) and moe.is_aligned(weights(4, 4, FP32))
-    assert not moe.is_aligned(weights(36, 16)) and not moe.is_aligned(weights(32, 12))
-    assert not moe.is_aligned(weights(32, 16, shift=1))
-    strided = weights(32, 16)._replace(down=torch.zeros(2, 64, 32, dtype=BF16)[:, ::2, ::2].mT)
-    assert not moe.is_aligned(strided)
