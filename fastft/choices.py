@@ -45,8 +45,9 @@ def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) 
     if op == "rope":
         return select(op, requested, rope_op.verdicts(capability, dtype))
     if op == "experts":
-        aligned = moe_op.is_aligned(read_layout(module, read_packed).weights)
-        return select(op, requested, moe_op.verdicts(capability, dtype, aligned=aligned))
+        weights = read_layout(module, read_packed).weights
+        aligned = moe_op.is_aligned(weights)
+        return select(op, requested, moe_op.verdicts(capability, weights.gate_up.dtype, aligned=aligned))
     return _choose_attention(requested, module, device, dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import types
@@ -12,15 +11,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from . import configs
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
 from .integrations.bitsandbytes import FourBitWeights
 from .memory.activations import ActivationMemory, Budget
 from .memory.schedule import OFFLOAD, RECOMPUTE, Mode
 from .memory.tape import THIN
+from .model_report import Report
 from .modules.names import ImplementationName
-from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, OwnConfig, state_of
-from .plan import NO_ADAPTER, Binding, Plan, Replacement, Report, Skipped, make_plan
+from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, state_of
+from .plan import NO_ADAPTER, Binding, Plan, Replacement, Skipped, make_plan
 from .structure import positional_names
 
 __all__ = ["patch_model", "report", "unpatch_model"]
@@ -86,7 +87,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         if ATTRIBUTE in module.__dict__:
             _unbind(module)
             del module.__dict__[ATTRIBUTE]
-    _restore_configs(target, [entry for shared in states for entry in shared.configs])
+    configs.restore_configs(target, [entry for shared in states for entry in shared.configs])
     return model
 
 
@@ -131,11 +132,16 @@ def _as_bound(target: nn.Module, plan: Plan) -> tuple[tuple[Replacement, ...], t
 
 
 def _why_not_in_effect(module: nn.Module, op: str) -> str:
+    from .integrations import peft_experts
+
     if op == "checkpointing":
         return ""
     state = state_of(module)
     if state is None:
-        return "added after patching; call patch_model again"
+        # The layer around experts binds what PEFT has put around them, before its next forward.
+        experts = peft_experts.wrapped_experts(module)
+        adopted = experts is not None and state_of(experts) is not None
+        return "" if adopted else "added after patching; call patch_model again"
     if op in ("packing", "attention", "experts"):
         config: Any = module.config
         name = config._experts_implementation if op == "experts" else config._attn_implementation
@@ -271,7 +277,6 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
     if config.checkpointing in _MODES or (config.checkpointing == "auto" and plan.bindings):
         budget = Budget(config.memory_budget) if config.checkpointing == "auto" else None
         shared.memory = ActivationMemory(_MODES.get(str(config.checkpointing), RECOMPUTE), budget=budget)
-        checkpointing.install(target, shared.memory)
     if config.lora is not False:
         from .integrations.peft import LoRAProjector
 
@@ -281,15 +286,15 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         attention.register()
         experts.register()
         shared.read_packed = FourBitWeights()
-        _own_configs(target, shared)
+        configs.own_configs(target, shared)
     attending = {item.fqn for item in plan.replaced if item.op in ("packing", "attention")}
     for binding in plan.bindings:
         module: Any = modules[binding.fqn]
         names: tuple[str, ...] = ()
         if binding.fqn in attending:
-            _select_attention(module.config)
+            configs.select_attention(module.config)
         if binding.kind == "experts":
-            _select_experts(module.config)
+            configs.select_experts(module.config)
             _adopt_adapters(modules, binding.fqn)
         if binding.kind in ("head", "backbone", "guard", "head_guard"):
             names = positional_names(type(module).forward)
@@ -306,6 +311,8 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         )
         if binding.bind_forward:
             module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
+    if shared.memory is not None:  # last: it asks which modules of a layer tell what they make
+        checkpointing.install(target, shared.memory)
 
 
 def _memories(target: nn.Module) -> list[ActivationMemory]:
@@ -320,33 +327,6 @@ def _uninstall_memory(target: nn.Module) -> None:
     checkpointing.uninstall(target)
 
 
-def _own_configs(target: nn.Module, shared: ModelState) -> None:
-    """Gives the model config objects of its own, since other models may have been built from the same ones."""
-    memo: dict[int, Any] = {}
-    for module in target.modules():
-        config = module.__dict__.get("config")
-        if not hasattr(config, "_attn_implementation"):
-            continue
-        own = copy.deepcopy(config, memo)
-        if not any(entry.original is config for entry in shared.configs):
-            shared.configs.append(OwnConfig(config, own, copy.deepcopy(own.__dict__)))
-        module.__dict__["config"] = own
-
-
-def _select_attention(config: Any) -> None:
-    from .modules.attention import AttentionName
-
-    if not isinstance(config._attn_implementation, AttentionName):
-        config._attn_implementation_internal = AttentionName(config._attn_implementation or "eager")
-
-
-def _select_experts(config: Any) -> None:
-    from .modules.experts import ExpertsName
-
-    if not isinstance(config._experts_implementation, ExpertsName):
-        config._experts_implementation_internal = ExpertsName(config._experts_implementation or "eager")
-
-
 def _adopt_adapters(modules: dict[str, nn.Module], fqn: str) -> None:
     """PEFT may wrap experts at any time: the layer around them is asked before each of its forwards."""
     from .integrations import peft_experts
@@ -356,27 +336,6 @@ def _adopt_adapters(modules: dict[str, nn.Module], fqn: str) -> None:
         parent = parent.rpartition(".")[0]
     if peft_experts.adopt not in modules[parent]._forward_pre_hooks.values():
         modules[parent].register_forward_pre_hook(peft_experts.adopt)
-
-
-def _restore_configs(target: nn.Module, configs: list[OwnConfig]) -> None:
-    former = {id(entry.own): entry.original for entry in configs}
-    for entry in configs:
-        _carry_over(entry, former)
-    for module in target.modules():
-        original = former.get(id(module.__dict__.get("config")))
-        if original is not None:
-            module.__dict__["config"] = original
-
-
-def _carry_over(entry: OwnConfig, former: dict[int, Any]) -> None:
-    """Repeats on the former config what was changed on the one that took its place."""
-    original, own, at_patching = entry
-    for name, value in own.__dict__.items():
-        ours = isinstance(value, ImplementationName) or id(value) in former
-        if not ours and (name not in at_patching or at_patching[name] != value):
-            original.__dict__[name] = value
-    for name in at_patching.keys() - own.__dict__.keys():
-        original.__dict__.pop(name, None)
 
 
 def _remove_hooks(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of each module of a model, and the report of it.
+"""What becomes of each module of a model.
 
 A plan is made by looking, without changing anything. An option that was named explicitly and cannot be honoured
 raises here, before the model is touched.
@@ -6,7 +6,6 @@ raises here, before the model is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,7 @@ from .integrations.bitsandbytes import FourBitWeights
 from .integrations.peft_experts import is_wrapper, wrapped_experts
 from .isolation import mixers
 from .memory.machine import offload_verdict
-from .memory.plan import MemoryPlan
-from .modules.expert_layout import asks_interface, why_not_experts
+from .modules.expert_layout import asks_interface, inherits_interface, why_not_experts
 from .modules.names import NAME
 from .modules.state import BackboneRules
 from .ops.selection import AUTO, Choice
@@ -129,6 +127,8 @@ class _Planner:
             self.bindings.append(Binding(fqn, "attention", None, False))
         elif asks_interface(module):
             self._experts(fqn, module)
+        elif inherits_interface(module):
+            self._decide(fqn, "experts", module, None, "its class has a forward of its own over that of another one")
         elif wrapped_experts(module) is not None:
             self._expert_adapter(fqn, module, taken)
 
@@ -339,61 +339,3 @@ def _count_adapted(module: nn.Module) -> tuple[int, int]:
     role = role_of(type(module))
     projections = [getattr(module, name) for name in _PROJECTIONS[role.kind]] if role is not None else []
     return sum(hasattr(projection, "lora_A") for projection in projections), len(projections)
-
-
-# -------------------------------------------------------------------------------------------------------- report
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What fastft replaced in a model, what it left alone and why, and how often each part has run since.
-
-    Attributes:
-        model: class name of the model.
-        replaced: what fastft computes, on the devices where the modules are now.
-        skipped: what stays stock.
-        counters: launches by op, and batches by the way they went.
-        memory: what becomes of each layer's activations, once it is planned.
-    """
-
-    model: str
-    replaced: tuple[Replacement, ...]
-    skipped: tuple[Skipped, ...]
-    counters: Mapping[str, int]
-    memory: MemoryPlan | None = None
-
-    def summary(self) -> str:
-        """One line: how much of the model was replaced."""
-        counts = ", ".join(f"{op} x{count} ({impl})" for (op, impl), count in _count(self.replaced).items())
-        left = ", ".join(sorted({item.op for item in self.skipped}))
-        return f"fastft: {self.model}: replaced {counts or 'nothing'}" + (f"; not replaced: {left}" if left else "")
-
-    def rows(self) -> Iterator[tuple[str, str, str, int, str]]:
-        """(op, "replaced" or "skipped", implementation, modules, reason), equal ones gathered in one row."""
-        gathered: dict[tuple[str, str, str, str], int] = {}
-        for item in self.replaced:
-            key = (item.op, "replaced", item.impl, item.reason)
-            gathered[key] = gathered.get(key, 0) + 1
-        for left in self.skipped:
-            key = (left.op, "skipped", "stock", left.reason)
-            gathered[key] = gathered.get(key, 0) + 1
-        for (op, what, impl, reason), count in gathered.items():
-            yield op, what, impl, count, reason
-
-    def __str__(self) -> str:
-        lines = [self.summary()]
-        for op, what, impl, count, reason in self.rows():
-            lines.append(f"  {op:<10} {what:<8} {impl:<10} x{count:<4} {reason}")
-        if self.memory is not None:
-            lines += [f"  {line}" for line in str(self.memory).splitlines()]
-        lines.append(
-            "  since then: " + (", ".join(f"{k} {v}" for k, v in sorted(self.counters.items())) or "not run yet")
-        )
-        return "\n".join(lines)
-
-
-def _count(replaced: tuple[Replacement, ...]) -> dict[tuple[str, str], int]:
-    counts: dict[tuple[str, str], int] = {}
-    for item in replaced:
-        counts[item.op, item.impl] = counts.get((item.op, item.impl), 0) + 1
-    return counts

@@ -40,6 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "structure": BOTTOM | {"config", "family_spec", "families", "code_reading", "isolation"},
     # It asks each operation whether it can run.
     "choices": BOTTOM | {"capability", "ops", "modules"},
+    "configs": BOTTOM | {"modules"},
+    "model_report": {"plan", "memory"},
     # A plan computes nothing.
     "plan": BOTTOM
     | {"capability", "choices", "config", "family_spec", "families", "structure", "isolation", "packing", "ops"}
@@ -65,6 +67,8 @@ LIBRARIES = {
     "isolation": {"torch"},
     "structure": {"torch", "transformers"},
     "choices": {"torch"},
+    "configs": {"torch"},
+    "model_report": set(),
     "plan": {"torch"},
 }
 

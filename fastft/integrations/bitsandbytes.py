@@ -27,9 +27,6 @@ class FourBitWeights:
     def __reduce__(self) -> tuple[Callable[[], FourBitWeights], tuple[()]]:
         return type(self), ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FourBitWeights:
-        return type(self)()
-
     def __call__(self, module: Any, name: str) -> PackedWeight | None:
         """The parameter of this name if it is held in 4 bits, as it is stored: not transposed."""
         packed = packed_parameter(module, name)
@@ -50,7 +47,8 @@ class FourBitWeights:
     def _borrow(self, device: torch.device, dtype: torch.dtype, count: int) -> torch.Tensor:
         memory = self._memory.get((device, dtype))
         if memory is None or memory.numel() < count:
-            memory = self._memory[device, dtype] = torch.empty(count, device=device, dtype=dtype)
+            with torch.inference_mode(False):  # or training could never write there
+                memory = self._memory[device, dtype] = torch.empty(count, device=device, dtype=dtype)
         return memory[:count]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..modules.expert_layout import asks_interface, read_layout, why_not_experts
-from ..modules.experts import Adapters, run, why_not_now
+from ..modules.experts import Adapters, ExpertsName, run, why_not_now
 from ..modules.state import ATTRIBUTE, ModuleState, state_of
 from ..ops.moe import ExpertAdapter
 from .peft import is_intercepted
@@ -88,6 +88,8 @@ def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, A
     state = state_of(module)
     if state is None or state.kind != "experts":
         return "the experts are not patched; call fastft.patch_model(model) again"
+    if not isinstance(module.config._experts_implementation, ExpertsName):
+        return f"{module.config._experts_implementation!r} was selected after patching"
     if is_intercepted((_without_caching(module),)):
         return "the experts have hooks or a forward of their own"
     if why_not_experts(module, state.shared.read_packed):

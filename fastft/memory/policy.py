@@ -17,18 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Names of operators, of which a version of torch may lack some. Convolutions are those of short state-space layers.
-_KEPT = (
+_KEPT = frozenset((
     "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "aten._scaled_mm", "aten.convolution",
     "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._flash_attention_forward", "aten._efficient_attention_forward", "fastft.flash_attn_varlen_forward",
     "flash_attn._flash_attn_varlen_forward", "flash_attn._flash_attn_forward",
-)  # fmt: skip
+))  # fmt: skip
 
 
 def is_kept(operator: Any) -> bool:
-    """Whether an operator's output is dear to make: "namespace.name" of an overload."""
-    return isinstance(operator, torch._ops.OpOverload) and str(operator.overloadpacket) in _KEPT
+    """Whether an operator's output is dear to make: "namespace.name" of an overload.
+
+    Not where it writes into memory it was given: that is made again with all that is in it.
+    """
+    if not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable:
+        return False
+    return str(operator.overloadpacket) in _KEPT
 
 
 class WrittenIntoError(RuntimeError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,13 @@ from torch import nn
 from transformers.integrations import moe as interface
 
 from ..ops.moe import ExpertWeights, Gate, PackedWeight
+from ..ops.moe.gate import Activation
 from ..ops.moe.reference import gate_of_halves
 from .state import ReadPacked
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _AGREEMENT = 1e-9
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 _PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
 
@@ -34,7 +35,27 @@ class ExpertLayout(NamedTuple):
 
 def asks_interface(module: nn.Module) -> bool:
     """Whether the class asks transformers' `ALL_EXPERTS_FUNCTIONS` which function to run."""
-    forward = type(module).forward
+    return _is_asking(type(module).forward)
+
+
+def inherits_interface(module: nn.Module) -> bool:
+    """Whether a class asks it that this one only builds on."""
+    return not asks_interface(module) and _asking_forward(type(module)) is not None
+
+
+def eager_forward(module: nn.Module) -> Any:
+    """What the class computes without the interface: the function below the one that asks."""
+    asking = _asking_forward(type(module))
+    assert asking is not None
+    return asking.__wrapped__
+
+
+def _asking_forward(cls: type) -> Any:
+    found = (base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__)
+    return next((forward for forward in found if _is_asking(forward)), None)
+
+
+def _is_asking(forward: Any) -> bool:
     code, cells = getattr(forward, "__code__", None), getattr(forward, "__closure__", None)
     if code is None or cells is None or "experts_interface" not in code.co_freevars:
         return False
@@ -51,14 +72,17 @@ def why_not_experts(module: Any, read_packed: ReadPacked) -> str:
         return "experts without a gate are not fused"
     if getattr(module, "has_post_expert_norm", False):
         return "the outputs of its experts are normalised before they are weighted"
+    dtypes: dict[torch.dtype, str] = {}
     for name in _PARAMETERS[: 4 if module.has_bias else 2]:
         parameter = module._parameters.get(name)
-        if parameter is None and read_packed(module, name) is not None:
-            continue
-        if parameter is None:
+        held = read_packed(module, name) if parameter is None else parameter
+        if held is None:
             return f"it has no parameter {name} of its own"
-        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
-            return f"{name} is {str(parameter.dtype).removeprefix('torch.')}"
+        if not held.dtype.is_floating_point or held.dtype.itemsize < 2:
+            return f"{name} is {_short(held.dtype)}"
+        dtypes.setdefault(held.dtype, name)
+    if len(dtypes) > 1:
+        return "its weights differ in dtype: " + ", ".join(f"{name} {_short(dtype)}" for dtype, name in dtypes.items())
     if find_gate(module) is None:
         return f"its gate ({_name_of_gate(module)}) is none that fastft knows"
     return ""
@@ -73,6 +97,10 @@ def read_layout(module: Any, read_packed: ReadPacked) -> ExpertLayout:
     gate = find_gate(module)
     assert gate is not None
     return ExpertLayout(ExpertWeights(gate_up, down, *biases), gate)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _turned(weight: torch.Tensor | PackedWeight) -> torch.Tensor | PackedWeight:
@@ -92,29 +120,48 @@ def find_gate(module: Any) -> Gate | None:
 
 @lru_cache(maxsize=1024)  # asked at each call, of activations that hold nothing
 def _find_gate(apply_gate: Any, act_fn: Any, alpha: Any, limit: Any, is_concatenated: bool) -> Gate | None:
-    module = SimpleNamespace(act_fn=act_fn, alpha=alpha, limit=limit, is_concatenated=is_concatenated)
-    halves = torch.linspace(-12, 12, 97, dtype=torch.float64)
-    g, u = (half.reshape(-1, 1) for half in torch.meshgrid(halves, halves[::8] + 0.1, indexing="ij"))
-    for gate in _candidates(module):
-        # Two columns a half: with one, interleaved halves and halves side by side are the same.
-        pre = torch.cat((g, u, u, g), 1)
-        try:
-            found = apply_gate(module, pre)
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants something else: not ours to compute
-            return None
-        if found.shape != (len(pre), 2):
-            return None
-        if (found - gate_of_halves(pre, gate)).abs().max() < _AGREEMENT:
+    # Two columns a half: with one, interleaved halves and halves side by side are the same.
+    g, u = (half.reshape(-1, 1) for half in torch.meshgrid(_numbers(limit), _numbers(limit), indexing="ij"))
+    pre = torch.cat((g, u, u, g), 1)
+    module = _StandIn(act_fn=act_fn, alpha=alpha, limit=limit)
+    try:
+        found = apply_gate(module, pre)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants something else: not ours to compute
+        return None
+    if module.asked_for_more or found.shape != (len(pre), 2):
+        return None
+    for gate in _candidates(alpha, limit, not is_concatenated):
+        expected = gate_of_halves(pre, gate)
+        if ((found - expected).abs() <= _AGREEMENT * (1 + expected.abs())).all():
             return gate
     return None
 
 
-def _candidates(module: SimpleNamespace) -> Iterator[Gate]:
-    interleaved = not module.is_concatenated
-    for activation in ("silu", "gelu", "gelu_tanh"):
-        yield Gate(activation, interleaved)
-    if isinstance(module.alpha, (int, float)) and isinstance(module.limit, (int, float)):
-        yield Gate("clamped_swish", interleaved, float(module.alpha), float(module.limit))
+class _StandIn:
+    """In place of the module: a gate that reads anything else of it cannot be told by numbers."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.__dict__.update(facts, asked_for_more=False)
+
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__["asked_for_more"] = True
+        raise AttributeError(name)
+
+
+def _numbers(limit: Any) -> torch.Tensor:
+    """Where activations bend, far beyond where anybody would clamp, and around the limit that the module has."""
+    small, large = torch.linspace(-12, 12, 25, dtype=torch.float64) + 0.1, 2.0 ** torch.arange(4, 20).double()
+    around = [limit - 0.1, limit + 0.1, -limit - 0.1, -limit + 0.1] if isinstance(limit, (int, float)) else []
+    return torch.cat((small, large, -large, torch.tensor(around, dtype=torch.float64)))
+
+
+def _candidates(alpha: Any, limit: Any, interleaved: bool) -> Iterator[Gate]:
+    """A limit that a gate does not use is one that these numbers may not have found."""
+    if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
+        yield Gate("clamped_swish", interleaved, float(alpha), float(limit))
+    elif limit is None:
+        for activation in _ACTIVATIONS:
+            yield Gate(activation, interleaved)
 
 
 def _name_of_gate(module: Any) -> str:

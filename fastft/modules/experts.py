@@ -15,9 +15,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ..errors import FastftError
 from ..ops import moe
 from .dynamo import treat_as_constants
-from .expert_layout import ExpertLayout, read_layout
+from .expert_layout import ExpertLayout, eager_forward, read_layout
 from .names import NAME, ImplementationName
 from .state import ModelState, state_of
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 Adapters = tuple[moe.ExpertAdapter | None, moe.ExpertAdapter | None]
 _READ = (torch.Tensor, torch.nn.Parameter, moe.PackedWeight)
@@ -68,9 +70,13 @@ def run(
 
 def why_not_now(layout: ExpertLayout, hidden_states: torch.Tensor) -> str:
     """Why this call is not fastft's, or ""."""
+    if is_wrapped(hidden_states):
+        return "torch.func takes the gradients"
     for weight in layout.weights:
         if weight is None:
             continue
+        if isinstance(weight, torch.Tensor) and is_wrapped(weight):
+            return "torch.func takes the gradients"
         if type(weight) not in _READ:
             return f"weights are {type(weight).__name__}"
         if weight.dtype != layout.weights.gate_up.dtype or weight.device != hidden_states.device:
@@ -86,5 +92,5 @@ def _delegate(module: Any, *args: torch.Tensor) -> torch.Tensor:
             "(or none) and call fastft.patch_model(model), which selects it"
         )
     if name.previous == "eager":
-        return type(module).forward.__wrapped__(module, *args)
+        return eager_forward(module)(module, *args)
     return ALL_EXPERTS_FUNCTIONS[name.previous](module, *args)

@@ -132,3 +132,13 @@ def test_undone_and_copied():
     assert "experts" in str(report(copied))
     unpatch_model(model)
     assert torch.equal(model(**batch()).logits, expected)
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_training_after_evaluation(context):
+    model = patch_model(quantised())
+    with context():
+        expected = model(**batch(), use_cache=False).logits
+    logits, found = gradients(model)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert found["embeddings"].isfinite().all()

@@ -5,6 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from budget import assert_mutant_caught, assert_within_budget
+from grouped_cases import (
+    DTYPES,
+    NAN,
+    ROUTINGS,
+    check_matmul,
+    check_outer,
+    draw,
+    matmul_by_hand,
+    offsets_of,
+    outer_by_hand,
+    routings,
+    within_nan,
+    yardsticks,
+)
 from interpreter import run_kernels_as_a_gpu_would
 
 pytest.importorskip("triton")
@@ -13,82 +27,10 @@ from fastft.errors import KernelInputError
 from fastft.ops.moe import triton_grouped as kernels
 from fastft.ops.moe.triton_grouped import choose_tile, grouped_matmul, grouped_outer
 
-NAN = float("nan")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Where the rows of each expert end, and the number of rows: the last ones may belong to nobody.
-ROUTINGS = {
-    "one-expert": ([37], 37),
-    "one-row": ([0, 1, 1], 1),
-    "one-row-of-nobody": ([0, 0], 1),
-    "all-to-one": ([0, 0, 53, 53, 53], 53),
-    "idle-first": ([0, 0, 11, 40], 40),
-    "idle-between": ([17, 17, 17, 41], 41),
-    "idle-last": ([5, 31, 31, 31], 31),
-    "rows-of-nobody": ([13, 13, 30, 47], 71),
-    "all-of-nobody": ([0, 0, 0], 19),
-    "full-tiles": ([16, 48, 64], 80),
-    "several-tiles": ([131, 131, 150, 300], 311),
-}
-routings = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-
 
 @pytest.fixture(autouse=True)
 def kernels_can_run(request, monkeypatch, poisoned_empty):
     run_kernels_as_a_gpu_would(request, monkeypatch)
-
-
-def draw(*shape, dtype=torch.float32, device="cpu"):
-    """Drawn on the CPU, so that a seed gives the same numbers everywhere."""
-    return torch.randn(*shape).to(dtype).to(device)
-
-
-def offsets_of(ends, device):
-    return torch.tensor(ends, dtype=torch.int32, device=device)
-
-
-def within_nan(tensor):
-    """A view of equal values with NaN before and behind it along every dimension."""
-    view = torch.full([size + 2 for size in tensor.shape], NAN, dtype=tensor.dtype, device=tensor.device)
-    for dim, size in enumerate(tensor.shape):
-        view = view.narrow(dim, 1, size)
-    return view.copy_(tensor)
-
-
-def matmul_by_hand(rows, weight, ends, dtype, *, alpha=1.0, added_to=None):
-    """Rows that belong to nobody get zero, or keep what they have."""
-    shape = len(rows), weight.shape[2]
-    result = rows.new_zeros(shape, dtype=dtype) if added_to is None else added_to.to(dtype, copy=True)
-    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        result[start:end] += alpha * (rows[start:end].to(dtype) @ weight[expert].to(dtype))
-    return result
-
-
-def outer_by_hand(left, right, ends, dtype, *, alpha=1.0):
-    left, right = left.to(dtype), right.to(dtype)
-    spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    return torch.stack([alpha * (left[span].T @ right[span]) for span in spans])
-
-
-def yardsticks(by_hand, *operands, **options):
-    dtype = operands[0].dtype
-    return tuple({"out": by_hand(*operands, kind, **options)} for kind in (dtype, torch.float64))
-
-
-def check_matmul(rows, weight, ends, *, alpha=1.0, added_to=None):
-    expected = yardsticks(matmul_by_hand, rows, weight, ends, alpha=alpha, added_to=added_to)
-    accumulate = added_to is not None
-    got = grouped_matmul(rows, weight, offsets_of(ends, rows.device), out=added_to, alpha=alpha, accumulate=accumulate)
-    assert got is added_to if accumulate else got.dtype == rows.dtype and got.is_contiguous()
-    assert_within_budget({"out": got}, *expected)
-    return got
-
-
-def check_outer(left, right, ends, *, alpha=1.0, dtype=None):
-    expected = yardsticks(outer_by_hand, left, right, ends, alpha=alpha)
-    got = grouped_outer(left, right, offsets_of(ends, left.device), alpha=alpha, dtype=dtype)
-    assert got.dtype == (dtype or left.dtype) and got.is_contiguous()
-    assert_within_budget({"out": got}, *expected)
-    return got
 
 
 # ---------------------------------------------------------------------------------------------------- the products
@@ -318,115 +260,3 @@ def test_bad_input_is_refused(device):
         grouped_matmul(rows, weight, offsets, accumulate=True)
     with pytest.raises(KernelInputError, match=r"out is \[9, 5\]; it has to be \[9, 6\]"):
         grouped_matmul(rows, weight, offsets, out=torch.zeros(9, 5, device=device))
-
-
-# -------------------------------------------------------------------------------------------------------- on a GPU
-
-
-def skewed_ends(num_rows, experts):
-    """Every third expert is idle, and the others have from few rows to many; 40 rows belong to nobody."""
-    shares = torch.rand(experts).square() * (torch.arange(experts) % 3 != 1)
-    return (shares.cumsum(0) / shares.sum() * (num_rows - 40)).int().tolist()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("num_rows", "experts", "depth", "width"),
-    [(8192, 64, 1024, 768), (5003, 8, 1000, 16), (5003, 8, 8, 1001), (300, 128, 512, 384), (4099, 5, 515, 259)],
-)
-def test_usual_sizes(num_rows, experts, depth, width, dtype):
-    ends = skewed_ends(num_rows, experts)
-    rows, weight = (
-        draw(num_rows, depth, dtype=dtype, device="cuda"),
-        draw(experts, width, depth, dtype=dtype, device="cuda"),
-    )
-    rows[ends[-1] :] = NAN
-    got = check_matmul(rows, weight.mT, ends)
-    assert torch.equal(got, grouped_matmul(rows, weight.mT, offsets_of(ends, "cuda")))
-    check_matmul(
-        rows, weight.mT.contiguous(), ends, alpha=0.5, added_to=draw(num_rows, width, dtype=dtype, device="cuda")
-    )
-    right = draw(num_rows, width, dtype=dtype, device="cuda")
-    gradient = check_outer(rows, right, ends)
-    assert torch.equal(gradient, grouped_outer(rows, right, offsets_of(ends, "cuda")))
-    check_outer(right, rows, ends)
-
-
-@pytest.mark.gpu
-def test_the_host_does_not_wait_and_token_counts_do_not_recompile():
-    weight, offsets = draw(4, 64, 48, device="cuda"), offsets_of([100, 100, 300, 500], "cuda")
-    rows, right = draw(641, 64, device="cuda"), draw(641, 48, device="cuda")
-
-    def run(num_rows):
-        grouped_matmul(rows[:num_rows], weight, offsets)
-        grouped_outer(rows[:num_rows], right[:num_rows], offsets)
-
-    def compiled():
-        return [len(k.device_caches[rows.get_device()][0]) for k in (kernels._matmul_kernel, kernels._outer_kernel)]
-
-    run(520)
-    before = compiled()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for num_rows in (521, 544, 640, 641):
-            run(num_rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert compiled() == before
-
-
-@pytest.fixture
-def freed():
-    yield
-    torch.cuda.empty_cache()
-
-
-def filled(*shape):
-    """bf16 made on the GPU: these tensors have 2^31 elements and some more."""
-    return torch.zeros(*shape, dtype=torch.bfloat16, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_rows_past_int32(layout, freed):
-    num_rows, depth = (2**20 + 37, 2048) if layout == "rows" else (2**25 + 37, 64)
-    rows = filled(num_rows, depth) if layout == "rows" else filled(depth, num_rows).T
-    tail = draw(100, depth, dtype=torch.bfloat16, device="cuda")
-    rows[-100:] = tail
-    weight = draw(2, depth, 16, dtype=torch.bfloat16, device="cuda")
-    offsets = offsets_of([num_rows - 60, num_rows - 10], "cuda")
-    got = grouped_matmul(rows, weight, offsets)
-    assert_within_budget({"out": got[-100:]}, *yardsticks(matmul_by_hand, tail, weight, [40, 90]))
-    assert not got[:-100].any()
-    right = filled(num_rows, 16)
-    right[-100:] = draw(100, 16, dtype=torch.bfloat16, device="cuda")
-    for pair in ((rows, right), (right, rows)):
-        expected = yardsticks(outer_by_hand, *(side[-100:] for side in pair), [40, 90])
-        assert_within_budget({"out": grouped_outer(*pair, offsets)}, *expected)
-
-
-@pytest.mark.gpu
-def test_outputs_past_int32(freed):
-    num_rows, width = 2**20 + 37, 2048
-    rows = draw(num_rows, 8, dtype=torch.bfloat16, device="cuda")
-    weight = draw(2, 8, width, dtype=torch.bfloat16, device="cuda")
-    got = grouped_matmul(rows, weight, offsets_of([num_rows - 60, num_rows - 10], "cuda"))
-    expected = yardsticks(matmul_by_hand, rows[-100:], weight, [40, 90])
-    assert_within_budget({"out": got[-100:]}, *expected)
-    del got
-
-    ends = [*range(1, 2050)]
-    left, right = (draw(2049, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    got = grouped_outer(left, right, offsets_of(ends, "cuda"))
-    for expert in (0, 2047, 2048):
-        assert torch.equal(got[expert], left[expert][:, None] * right[expert])
-
-
-@pytest.mark.gpu
-def test_weight_past_int32(freed):
-    storage = filled(2**31 + 2**20)
-    weight = storage.as_strided((3, 16, 24), (2**30 + 2**10, 24, 1))
-    weight.copy_(torch.randn(3, 16, 24))
-    rows = draw(50, 16, dtype=torch.bfloat16, device="cuda")
-    check_matmul(rows, weight, [10, 20, 45])

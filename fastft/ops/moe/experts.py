@@ -15,7 +15,7 @@ Adapters add s * (x A1) B1 to h and s * (a A2) B2 to y. W + s A B is never made,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ..first_order import first_order
 from ..kept import KeptTensors
 from .gate import Gate
 from .order import ExpertOrder
-from .products import Products
+from .products import ALIGNMENT, Products
 
 
 class PackedWeight(NamedTuple):
@@ -75,44 +75,65 @@ class Pieces(NamedTuple):
     gate_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
-@dataclass(slots=True)
-class Run:
-    """One call's decisions, and what goes from its first half to its second.
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What was decided for one call.
 
     Attributes:
-        order: of the rows.
-        topk_indices: [T, K].
         gate: between the products.
         pieces: what is between the products.
         products: of rows with weights.
         thin: products with an adapter's factors.
         scaling: of the two adapters.
         packed: gate_up and down where they have to be made.
-        pending: what the second half computes from; gone when it has run.
     """
 
-    order: ExpertOrder
-    topk_indices: torch.Tensor
     gate: Gate
     pieces: Pieces
     products: Products
     thin: Products
     scaling: tuple[float, float]
     packed: tuple[PackedWeight | None, PackedWeight | None]
+
+    def weight(self, which: int, plain: torch.Tensor | None) -> torch.Tensor:
+        """gate_up (0) or down (1)."""
+        packed = self.packed[which]
+        if packed is not None:
+            return packed.make()
+        assert plain is not None
+        return plain
+
+    def for_offsets(self, offsets: torch.Tensor) -> Setup:
+        """The same for another order: a checkpoint routes anew, and what it recomputes lies in the new order."""
+        if offsets.data_ptr() == self.products.offsets.data_ptr():
+            return self
+        products = type(self.products)(offsets)
+        thin = products if self.thin is self.products else type(self.thin)(offsets)
+        return replace(self, products=products, thin=thin)
+
+    def add_adapter(self, which: int, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """out + scaling * rows weight, in the memory of out unless a dispatch mode may have kept that."""
+        if torch._C._len_torch_dispatch_stack():
+            out = out.clone()  # a selective checkpoint hands the product out again, and would find the update in it
+        self.thin.add_matmul_(out, rows, weight, self.scaling[which])
+        return out
+
+
+@dataclass(slots=True)
+class Run:
+    """One call, and what goes from its first half to its second.
+
+    Attributes:
+        order: of the rows.
+        topk_indices: [T, K].
+        setup: what was decided.
+        pending: what the second half computes from; gone when it has run.
+    """
+
+    order: ExpertOrder
+    topk_indices: torch.Tensor
+    setup: Setup
     pending: tuple[Any, ...] = ()
-
-    def gate_up(self, weight: torch.Tensor | None) -> torch.Tensor:
-        return self._made(weight, self.packed[0])
-
-    def down(self, weight: torch.Tensor | None) -> torch.Tensor:
-        return self._made(weight, self.packed[1])
-
-    @staticmethod
-    def _made(weight: torch.Tensor | None, packed: PackedWeight | None) -> torch.Tensor:
-        if weight is not None:
-            return weight
-        assert packed is not None
-        return packed.make()
 
 
 def run_experts(
@@ -133,30 +154,32 @@ class _FirstHalf(torch.autograd.Function):
     """Everything that is saved. It stands for the output until the other half makes it.
 
     A checkpoint runs a layer's forward again only until all that was saved is there, so that in two halves it runs
-    neither the gate, nor the second product, nor the combination again.
+    neither the gate, nor the second product, nor the combination again. The order of the rows is saved like the
+    product that lies in it: where a second forward routes a token otherwise, the two still belong together.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         hidden, topk_weights, gate_up, down, gate_up_bias, down_bias, A1, B1, A2, B2, run = inputs
-        x = run.pieces.gather_rows(hidden, run.order, run.topk_indices.shape[1])
-        pre = run.products.matmul(x, run.gate_up(gate_up))
+        setup: Setup = run.setup
+        x = setup.pieces.gather_rows(hidden, run.order, run.topk_indices.shape[1])
+        pre = setup.products.matmul(x, setup.weight(0, gate_up))
         low = None
         if A1 is not None:
-            low = run.thin.matmul(x, A1)
-            run.thin.add_matmul_(pre, low, B1, run.scaling[0])
-        ctx.save_for_backward(hidden, topk_weights, pre, low)
-        ctx.kept = KeptTensors((gate_up, down, gate_up_bias, down_bias, A1, B1, A2, B2))
-        ctx.run = run
+            low = setup.thin.matmul(x, A1)
+            pre = setup.add_adapter(0, pre, low, B1)
+        ctx.save_for_backward(hidden, topk_weights, pre, low, A1, B1, A2, B2, run.topk_indices, *run.order)
+        ctx.kept = KeptTensors((gate_up, down, gate_up_bias, down_bias))
+        ctx.setup = setup
         run.pending = (pre, topk_weights, down, gate_up_bias, down_bias, A2, B2)
         return hidden.new_zeros(()).expand(hidden.shape)
 
     @staticmethod
     @first_order("experts")
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if grads[0] is None:
-            return (None,) * len(ctx.needs_input_grad)
-        return _Backward(ctx, grads[0]).run()
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # What autocast would cast here, it has not cast in forward.
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _Backward(ctx, grads[0]).run()
 
 
 class _SecondHalf(torch.autograd.Function):
@@ -166,11 +189,13 @@ class _SecondHalf(torch.autograd.Function):
     def forward(ctx: Any, begun: torch.Tensor, run: Run) -> torch.Tensor:
         pre, topk_weights, down, gate_up_bias, down_bias, A2, B2 = run.pending
         run.pending = ()
-        activation = run.pieces.gate_forward(pre, run.order, run.gate, gate_up_bias)
-        rows = run.products.matmul(activation, run.down(down))
+        setup = run.setup
+        activation = setup.pieces.gate_forward(pre, run.order, setup.gate, gate_up_bias)
+        del pre
+        rows = setup.products.matmul(activation, setup.weight(1, down))
         if A2 is not None:
-            run.thin.add_matmul_(rows, run.thin.matmul(activation, A2), B2, run.scaling[1])
-        return run.pieces.combine_rows(rows, run.order, topk_weights, run.topk_indices, down_bias)
+            rows = setup.add_adapter(1, rows, setup.thin.matmul(activation, A2), B2)
+        return setup.pieces.combine_rows(rows, run.order, topk_weights, run.topk_indices, down_bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
@@ -190,10 +215,12 @@ class _Backward:
     """One backward pass; its steps share what they have made."""
 
     def __init__(self, ctx: Any, grad: torch.Tensor) -> None:
-        self.hidden, self.topk_weights, self.pre, self.low = ctx.saved_tensors
-        self.gate_up, self.down, self.gate_up_bias, self.down_bias = ctx.kept.unchanged()[:4]
-        self.A1, self.B1, self.A2, self.B2 = ctx.kept.unchanged()[4:]
-        self.called: Run = ctx.run
+        saved = ctx.saved_tensors
+        self.hidden, self.topk_weights, self.pre, self.low = saved[:4]
+        self.A1, self.B1, self.A2, self.B2, self.topk_indices = saved[4:9]
+        self.order = ExpertOrder(*saved[9:])
+        self.gate_up, self.down, self.gate_up_bias, self.down_bias = ctx.kept.unchanged()
+        self.setup: Setup = ctx.setup.for_offsets(self.order.offsets)
         self.grad = grad
         needed = ctx.needs_input_grad
         self.needs_hidden, self.needs_weights = needed[0], needed[1]
@@ -201,27 +228,28 @@ class _Backward:
         self.trains_adapters = (any(needed[6:8]), any(needed[8:10]))
 
     def run(self) -> tuple[torch.Tensor | None, ...]:
-        run, choices = self.called, self.called.topk_indices.shape[1]
-        g = run.pieces.gather_rows(self.grad, run.order, choices)
-        activation_grad = run.products.matmul(g, run.down(self.down).mT)
+        setup, choices = self.setup, self.topk_indices.shape[1]
+        g = setup.pieces.gather_rows(self.grad, self.order, choices)
+        activation_grad = setup.products.matmul(g, setup.weight(1, self.down).mT)
         low_grad = None
         if self.A2 is not None:
-            low_grad = run.thin.matmul(g, self.B2.mT)
-            run.thin.add_matmul_(activation_grad, low_grad, self.A2.mT, run.scaling[1])
-        pre_grad, weights_grad, weighted = run.pieces.gate_backward(
-            self.pre, activation_grad, run.order, self.topk_weights, run.gate, self.gate_up_bias,
+            low_grad = setup.thin.matmul(g, self.B2.mT)
+            activation_grad = setup.add_adapter(1, activation_grad, low_grad, self.A2.mT)
+        pre_grad, weights_grad, weighted = setup.pieces.gate_backward(
+            self.pre, activation_grad, self.order, self.topk_weights, setup.gate, self.gate_up_bias,
             with_activation=self.trains.down or self.trains_adapters[1],
         )  # fmt: skip
         del activation_grad
-        down_grad = _outer_like(run.products, self.down, weighted, g) if self.trains.down else None
+        down_grad = _outer_like(setup.products, self.down, weighted, g) if self.trains.down else None
         A2_grad, B2_grad = self._second_adapter(weighted, g, low_grad)
+        gate_up_bias_grad = self._sums(torch.ones_like, pre_grad) if self.trains.gate_up_bias else None
+        down_bias_grad = self._sums(self._weights_of_rows, g) if self.trains.down_bias else None
         del g, weighted
-        gate_up_bias_grad, down_bias_grad = self._biases(pre_grad)
         x = None
         if self.trains.gate_up or self.trains_adapters[0]:
-            x = run.pieces.gather_rows(self.hidden, run.order, choices)
-        gate_up_grad = _outer_like(run.products, self.gate_up, x, pre_grad) if self.trains.gate_up else None
-        low_grad = None if self.A1 is None else run.thin.matmul(pre_grad, self.B1.mT)
+            x = setup.pieces.gather_rows(self.hidden, self.order, choices)
+        gate_up_grad = _outer_like(setup.products, self.gate_up, x, pre_grad) if self.trains.gate_up else None
+        low_grad = None if self.A1 is None else setup.thin.matmul(pre_grad, self.B1.mT)
         A1_grad, B1_grad = self._first_adapter(x, pre_grad, low_grad)
         del x
         return (
@@ -232,59 +260,45 @@ class _Backward:
     def _hidden(self, pre_grad: torch.Tensor, low_grad: torch.Tensor | None) -> torch.Tensor | None:
         if not self.needs_hidden:
             return None
-        run = self.called
-        rows = run.products.matmul(pre_grad, run.gate_up(self.gate_up).mT)
+        setup = self.setup
+        rows = setup.products.matmul(pre_grad, setup.weight(0, self.gate_up).mT)
         if low_grad is not None:
-            run.thin.add_matmul_(rows, low_grad, self.A1.mT, run.scaling[0])
-        return run.pieces.combine_rows(rows, run.order, None, run.topk_indices, None)
+            rows = setup.add_adapter(0, rows, low_grad, self.A1.mT)
+        return setup.pieces.combine_rows(rows, self.order, None, self.topk_indices, None)
 
     def _topk_weights(self, grad: torch.Tensor) -> torch.Tensor | None:
         """<dout, y>: with the second bias, y is more than what the activation makes of it."""
         if not self.needs_weights:
             return None
         if self.down_bias is not None:
-            with torch.autocast(grad.device.type, enabled=False):
-                by_expert = self.grad.to(grad.dtype) @ self.down_bias.to(grad.dtype).t()
-            indices, owned = self._owned()
-            grad = grad + by_expert.gather(1, indices).where(owned, 0)
+            by_expert = self.grad.to(grad.dtype) @ self.down_bias.to(grad.dtype).t()
+            indices = self.topk_indices.long()
+            owned = (indices >= 0) & (indices < len(self.order.offsets))
+            grad = grad + by_expert.gather(1, indices.where(owned, 0)).where(owned, 0)
         return grad.to(self.topk_weights.dtype)
 
-    def _owned(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [T, K] experts, zero where a pair has none, and whether it has one."""
-        indices = self.called.topk_indices.long()
-        owned = (indices >= 0) & (indices < len(self.called.order.offsets))
-        return indices.where(owned, 0), owned
+    def _sums(self, factors: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """factor * row, summed over each expert's own rows, in fp32 inside: NaN in one expert stays with it.
 
-    def _biases(self, pre_grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums of each expert's rows, as products with a matrix of ones: deterministic, and in fp32 inside."""
-        gate_up_grad = down_grad = None
-        order, experts = self.called.order, len(self.called.order.offsets)
-        if self.trains.gate_up_bias:
-            rows = torch.arange(len(order.pairs), dtype=torch.int32, device=pre_grad.device)
-            expert = torch.searchsorted(order.offsets, rows, right=True)
-            ones = (expert == torch.arange(experts, device=expert.device)[:, None]).to(pre_grad.dtype)
-            owned = pre_grad.where((expert < experts)[:, None], 0)
-            gate_up_grad = ones @ owned
-        if self.trains.down_bias:
-            indices, owned_pairs = self._owned()
-            weights = self.topk_weights.where(owned_pairs, 0).to(torch.promote_types(torch.float32, self.grad.dtype))
-            by_token = torch.zeros(len(indices), experts, dtype=weights.dtype, device=weights.device)
-            for choice in range(indices.shape[1]):  # a token may name an expert twice
-                by_token.scatter_add_(1, indices[:, choice : choice + 1], weights[:, choice : choice + 1])
-            down_grad = by_token.to(self.grad.dtype).t() @ self.grad
-        return gate_up_grad, down_grad
+        As a product whose other rows are nothing: of 16 bytes, as PyTorch's wants them to be.
+        """
+        every = ALIGNMENT // rows.element_size()
+        return self.setup.products.outer(factors(rows[:, :1]).expand(-1, every).contiguous(), rows)[:, 0]
+
+    def _weights_of_rows(self, like: torch.Tensor) -> torch.Tensor:
+        return self.topk_weights.reshape(-1)[self.order.pairs.long()].to(like.dtype)[:, None]
 
     def _first_adapter(self, x: Any, pre_grad: torch.Tensor, low_grad: Any) -> tuple[Any, Any]:
         if not self.trains_adapters[0]:
             return None, None
-        thin, scaling = self.called.thin, self.called.scaling[0]
+        thin, scaling = self.setup.thin, self.setup.scaling[0]
         return thin.outer(x, low_grad).mul_(scaling), thin.outer(self.low, pre_grad).mul_(scaling)
 
     def _second_adapter(self, weighted: Any, g: torch.Tensor, low_grad: Any) -> tuple[Any, Any]:
         """With w in the activation, dB = (w a A)^T g and dA = (w a)^T (g B^T)."""
         if not self.trains_adapters[1]:
             return None, None
-        thin, scaling = self.called.thin, self.called.scaling[1]
+        thin, scaling = self.setup.thin, self.setup.scaling[1]
         low = thin.matmul(weighted, self.A2)
         return thin.outer(weighted, low_grad).mul_(scaling), thin.outer(low, g).mul_(scaling)
 

@@ -27,6 +27,10 @@ _GROUPED_MM_MAJORS = (9, 10)
 class Products(Protocol):
     """Made for one order of experts, and kept for its backward."""
 
+    offsets: torch.Tensor
+
+    def __init__(self, offsets: torch.Tensor) -> None: ...
+
     def matmul(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
     def add_matmul_(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, alpha: float) -> None:
@@ -119,7 +123,7 @@ def verdicts(capability: GPUCapability, dtype: torch.dtype, *, aligned: bool) ->
     kind = capability.device.kind
     loop = Verdict(True, "a product for each expert; runs on any device, and waits for a GPU once a layer")
     if kind == "cpu":
-        return {"loop": loop, "grouped_mm": _grouped_mm_exists(), "triton": _triton(capability, dtype)}
+        return {"loop": loop, "grouped_mm": _on_cpu(dtype, aligned), "triton": _triton(capability, dtype)}
     grouped_mm = _grouped_mm_exists()
     if grouped_mm and (kind != "cuda" or capability.device.arch[0] not in _GROUPED_MM_MAJORS):
         where = capability.device.architecture
@@ -128,11 +132,20 @@ def verdicts(capability: GPUCapability, dtype: torch.dtype, *, aligned: bool) ->
         name = str(dtype).removeprefix("torch.")
         grouped_mm = Verdict(False, f"PyTorch's grouped_mm is made for bf16, this is {name}")
     elif grouped_mm and not aligned:
-        grouped_mm = Verdict(False, f"PyTorch's grouped_mm wants sizes that are multiples of {ALIGNMENT} bytes")
+        grouped_mm = _UNALIGNED
     found = {"grouped_mm": grouped_mm, "triton": _triton(capability, dtype), "loop": loop}
     if dtype == torch.float32:  # exact products: no tensor cores, where cuBLAS is ahead
         found = {"loop": loop, **{name: found[name] for name in ("triton", "grouped_mm")}}
     return found
+
+
+_UNALIGNED = Verdict(False, f"PyTorch's grouped_mm wants sizes that are multiples of {ALIGNMENT} bytes")
+
+
+def _on_cpu(dtype: torch.dtype, aligned: bool) -> Verdict:
+    if dtype == torch.float64:
+        return Verdict(False, "PyTorch's grouped_mm does not take float64")
+    return _grouped_mm_exists() if aligned else _UNALIGNED
 
 
 def _triton(capability: GPUCapability, dtype: torch.dtype) -> Verdict:

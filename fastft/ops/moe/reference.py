@@ -132,10 +132,10 @@ def expert_of_rows(order: ExpertOrder) -> torch.Tensor:
 def _activate(g: torch.Tensor, u: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The activation, and its derivatives by g and by u."""
     if gate.activation == "clamped_swish":
-        inside_g, inside_u = g <= gate.limit, (u >= -gate.limit) & (u <= gate.limit)
+        beyond_g, beyond_u = g > gate.limit, u.abs() > gate.limit  # of NaN neither, so that it stays
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit) + 1
         swish, slope = _swish(g, gate.alpha)
-        return u * swish, (u * slope).where(inside_g, 0), swish.where(inside_u, 0)
+        return u * swish, (u * slope).masked_fill(beyond_g, 0), swish.masked_fill(beyond_u, 0)
     if gate.activation == "silu":
         act, slope = _swish(g, 1.0)
     elif gate.activation == "gelu":
