@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules.expert_layout import asks_interface, read_layout, why_not_experts
+from ..modules.expert_layout import ExpertLayout, asks_interface, read_layout, why_not_experts
 from ..modules.experts import Adapters, ExpertsName, run, why_not_now
 from ..modules.state import ATTRIBUTE, ModuleState, state_of
 from ..ops.moe import ExpertAdapter
@@ -69,12 +69,12 @@ def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tens
         finally:
             _remove_leftovers(self)
     shared.counters["lora on experts"] += 1
-    experts, adapters = found
-    return run(shared, read_layout(experts, shared.read_packed), adapters, x, *args, **kwargs)
+    layout, adapters = found
+    return run(shared, layout, adapters, x, *args, **kwargs)
 
 
-def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Adapters] | str:
-    """The experts and the factors of their weights, or why PEFT's own forward has to run."""
+def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[ExpertLayout, Adapters] | str:
+    """The experts' own weights and the factors beside them, or why PEFT's own forward has to run."""
     if torch.compiler.is_compiling() or "adapter_names" in kwargs:
         return "torch.compile is tracing" if torch.compiler.is_compiling() else "adapters are chosen by row"
     adapters: list[ExpertAdapter | None] = [None, None]
@@ -105,7 +105,7 @@ def _find(wrapper: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, A
         if place is not None and adapter is not None:
             adapters[place] = adapter
     problem = why_not_now(layout, x)
-    return problem or (module, (adapters[0], adapters[1]))
+    return problem or (layout, (adapters[0], adapters[1]))
 
 
 def _without_caching(module: nn.Module) -> dict[str, Any]:
