@@ -65,7 +65,24 @@ def draw(case, device, seed=0):
     if rank:
         leaves |= {"A1": normal(E, H, rank, scale=H**-0.5), "B1": normal(E, rank, wide, scale=0.3)}
         leaves |= {"A2": normal(E, case.width, rank, scale=0.2), "B2": normal(E, rank, H, scale=0.3)}
-    return leaves, route(case, generator).to(device)
+    topk_indices = route(case, generator).to(device)
+    if GATES[case.gate].activation == "clamped_swish":
+        while (near := near_a_limit(case, leaves, topk_indices)).any():
+            leaves["hidden"][near] = normal(int(near.sum()), H)
+    return leaves, topk_indices
+
+
+def near_a_limit(case, leaves, topk_indices):
+    """Tokens with a pre-activation that rounding moves over a clamp's limit, where the gradient jumps: bool [T]."""
+    limit = GATES[case.gate].limit
+    margin = torch.finfo(case.dtype).eps * limit
+    case, leaves = wide(case, leaves)
+    near = torch.zeros(case.tokens, dtype=torch.bool, device=topk_indices.device)
+    for expert in range(case.experts):
+        token, _ = torch.where(topk_indices == expert)
+        pre = pre_activations(case, leaves, expert, leaves["hidden"][token])
+        near[token] |= ((pre.abs() - limit).abs() < margin).any(1)
+    return near
 
 
 def route(case, generator):
@@ -100,14 +117,10 @@ def run_loop(case, leaves, topk_indices, *, forget_weight=False):
     out = torch.zeros_like(leaves["hidden"])
     for expert in range(case.experts):
         token, choice = torch.where(topk_indices == expert)
-        x = leaves["hidden"][token]
-        W1, W2 = (leaves[name][expert] if case.transposed else leaves[name][expert].mT for name in ("gate_up", "down"))
+        pre = pre_activations(case, leaves, expert, leaves["hidden"][token])
+        W2 = leaves["down"][expert] if case.transposed else leaves["down"][expert].mT
         if case.rank:
-            W1 = W1 + 0.5 * leaves["A1"][expert] @ leaves["B1"][expert]
             W2 = W2 + 2.0 * leaves["A2"][expert] @ leaves["B2"][expert]
-        pre = x @ W1
-        if case.bias:
-            pre = pre + leaves["gate_up_bias"][expert]
         g, u = (pre[:, ::2], pre[:, 1::2]) if gate.interleaved else pre.chunk(2, 1)
         if gate.activation == "clamped_swish":
             g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
@@ -122,6 +135,13 @@ def run_loop(case, leaves, topk_indices, *, forget_weight=False):
         weight = 1 if forget_weight else leaves["topk_weights"][token, choice, None]
         out = out.index_add(0, token, (y * weight).to(out.dtype))
     return out
+
+
+def pre_activations(case, leaves, expert, x):
+    W1 = leaves["gate_up"][expert] if case.transposed else leaves["gate_up"][expert].mT
+    if case.rank:
+        W1 = W1 + 0.5 * leaves["A1"][expert] @ leaves["B1"][expert]
+    return x @ W1 + leaves["gate_up_bias"][expert] if case.bias else x @ W1
 
 
 def results(function, case, leaves, topk_indices, frozen=(), **options):
@@ -139,9 +159,17 @@ def wide(case, leaves):
 
 
 def check(case, device, impl, frozen=()):
-    """Few tokens are drawn several times: errors of single numbers are luck."""
+    """Few tokens are drawn several times: errors of single numbers are luck.
+
+    A GPU gets more of them, as well as more tokens for an expert: where a row of a gradient is the sum of a few that
+    cancel, its relative error is luck however often it is drawn. Of plain torch against plain torch, in another order,
+    one comparison in ten failed with 8 draws of 37 tokens, and one in 25 with 149 tokens (fp32, docs/experiments.md).
+    """
+    on_gpu = device.type != "cpu"
+    if on_gpu and case.tokens == Case.tokens:
+        case = replace(case, tokens=4 * case.tokens + 1)
     oracle, eager, found = [], [], []
-    for seed in range(1 + (48 if device.type == "cpu" else 240) // case.tokens):
+    for seed in range(1 + (1200 if on_gpu else 48) // case.tokens):
         leaves, topk_indices = draw(case, device, seed)
         oracle.append(results(run_loop, *wide(case, leaves), topk_indices, frozen))
         eager.append(results(run_loop, case, leaves, topk_indices, frozen))

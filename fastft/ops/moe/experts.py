@@ -24,7 +24,7 @@ from ..first_order import first_order
 from ..kept import KeptTensors
 from .gate import Gate
 from .order import ExpertOrder
-from .products import ALIGNMENT, Products
+from .products import Products
 
 
 class PackedWeight(NamedTuple):
@@ -242,8 +242,10 @@ class _Backward:
         del activation_grad
         down_grad = _outer_like(setup.products, self.down, weighted, g) if self.trains.down else None
         A2_grad, B2_grad = self._second_adapter(weighted, g, low_grad)
-        gate_up_bias_grad = self._sums(torch.ones_like, pre_grad) if self.trains.gate_up_bias else None
-        down_bias_grad = self._sums(self._weights_of_rows, g) if self.trains.down_bias else None
+        gate_up_bias_grad = None
+        if self.trains.gate_up_bias:
+            gate_up_bias_grad = setup.products.sums(pre_grad.new_ones(len(pre_grad)), pre_grad)
+        down_bias_grad = setup.products.sums(self._weights_of_rows(), g) if self.trains.down_bias else None
         del g, weighted
         x = None
         if self.trains.gate_up or self.trains_adapters[0]:
@@ -277,16 +279,8 @@ class _Backward:
             grad = grad + by_expert.gather(1, indices.where(owned, 0)).where(owned, 0)
         return grad.to(self.topk_weights.dtype)
 
-    def _sums(self, factors: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        """factor * row, summed over each expert's own rows, in fp32 inside: NaN in one expert stays with it.
-
-        As a product whose other rows are nothing: of 16 bytes, as PyTorch's wants them to be.
-        """
-        every = ALIGNMENT // rows.element_size()
-        return self.setup.products.outer(factors(rows[:, :1]).expand(-1, every).contiguous(), rows)[:, 0]
-
-    def _weights_of_rows(self, like: torch.Tensor) -> torch.Tensor:
-        return self.topk_weights.reshape(-1)[self.order.pairs.long()].to(like.dtype)[:, None]
+    def _weights_of_rows(self) -> torch.Tensor:
+        return self.topk_weights.reshape(-1)[self.order.pairs.long()]
 
     def _first_adapter(self, x: Any, pre_grad: torch.Tensor, low_grad: Any) -> tuple[Any, Any]:
         if not self.trains_adapters[0]:

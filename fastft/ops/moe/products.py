@@ -2,9 +2,11 @@
 
     matmul:  out[s] = rows[s] @ weight[e]                        [S, M] and [E, M, N] to [S, N]
     outer:   out[e] = sum over its rows of left[s]^T right[s]    [S, M] and [S, N] to [E, M, N]
+    sums:    out[e] = sum over its rows of factors[s] rows[s]    [S] and [S, N] to [E, N]
 
 Rows of expert e end at offsets[e]. Rows beyond the last offset belong to nobody: they are not read, and what `matmul`
-writes there is undefined. Experts without rows get zeros from `outer`.
+writes there is undefined. Experts without rows get zeros from `outer` and
+`sums`, and what is undefined in one expert's rows stays with it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Products(Protocol):
 
     def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor: ...
 
+    def sums(self, factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor: ...
+
 
 class GroupedMM:
     """`torch.nn.functional.grouped_mm`: CUTLASS, no waiting for the device."""
@@ -53,6 +57,9 @@ class GroupedMM:
 
     def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return _grouped_mm()(left.t(), right, offs=self.offsets)
+
+    def sums(self, factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self.outer(_of_aligned_rows(factors, rows), rows)[:, 0]
 
 
 class TritonProducts:
@@ -75,6 +82,9 @@ class TritonProducts:
         from .triton_grouped import grouped_outer
 
         return grouped_outer(left, right, self.offsets)
+
+    def sums(self, factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self.outer(factors[:, None].to(rows.dtype), rows)[:, 0]
 
 
 class Loop:
@@ -102,6 +112,14 @@ class Loop:
         out = left.new_zeros(len(self.offsets), left.shape[1], right.shape[1])
         for expert, own in self.slices:
             torch.mm(left[own].t(), right[own], out=out[expert])
+        return out
+
+    def sums(self, factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """In pairs of pairs, as autograd sums for a bias: in fp32, a product's chain over many rows errs far more."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        out = rows.new_zeros(len(self.offsets), rows.shape[1])
+        for expert, own in self.slices:
+            out[expert] = (rows[own].to(wide) * factors[own, None].to(wide)).sum(0)
         return out
 
 
@@ -155,6 +173,11 @@ def _triton(capability: GPUCapability, dtype: torch.dtype) -> Verdict:
     if triton and capability.device.kind == "cuda" and not capability.tensor_core_dots:
         return capability.tensor_core_dots
     return triton
+
+
+def _of_aligned_rows(factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[S] to [S, as many columns as are aligned], as left sides of an outer product have to be."""
+    return factors[:, None].to(rows.dtype).expand(-1, ALIGNMENT // rows.element_size()).contiguous()
 
 
 def _grouped_mm() -> Callable[..., torch.Tensor]:
