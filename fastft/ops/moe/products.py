@@ -11,6 +11,7 @@ writes there is undefined. Experts without rows get zeros from `outer` and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
@@ -22,6 +23,9 @@ from ...capability import GPUCapability, Verdict
 
 # PyTorch's kernel wants rows that begin at multiples of so many bytes.
 ALIGNMENT = 16
+# Columns up to which an outer product in fp32 is thin, and the fewest rows that it then takes at a time.
+_THIN = 64
+_FEWEST_ROWS = 32
 # Major compute capabilities that its kernels are made for; elsewhere PyTorch goes from expert to expert.
 _GROUPED_MM_MAJORS = (9, 10)
 
@@ -110,8 +114,12 @@ class Loop:
 
     def outer(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         out = left.new_zeros(len(self.offsets), left.shape[1], right.shape[1])
+        thin = min(left.shape[1], right.shape[1]) <= _THIN and left.dtype == torch.float32
         for expert, own in self.slices:
-            torch.mm(left[own].t(), right[own], out=out[expert])
+            if thin:
+                out[expert] = _outer_in_pieces(left[own], right[own])
+            else:
+                torch.mm(left[own].t(), right[own], out=out[expert])
         return out
 
     def sums(self, factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -173,6 +181,18 @@ def _triton(capability: GPUCapability, dtype: torch.dtype) -> Verdict:
     if triton and capability.device.kind == "cuda" and not capability.tensor_core_dots:
         return capability.tensor_core_dots
     return triton
+
+
+def _outer_in_pieces(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left^T right as a sum of sums, for the factors of an adapter.
+
+    One chain over all rows errs up to four times as much as the gradient of the whole weight, whose many columns
+    average it out before B takes them to the factor's few. As many pieces as each has rows: few are held.
+    """
+    rows = max(_FEWEST_ROWS, math.isqrt(len(left)))
+    whole = len(left) // rows * rows
+    pieces = [part[:whole].unflatten(0, (-1, rows)) for part in (left, right)]
+    return torch.bmm(pieces[0].mT, pieces[1]).sum(0) + left[whole:].t() @ right[whole:]
 
 
 def _of_aligned_rows(factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -78,10 +78,18 @@ def _exp(x):
 
 
 @triton.jit
+def _sigmoid(x):
+    """1 / (1 + e^-x), and what is left to one: exact where the difference would have cancelled."""
+    small = _exp(-tl.abs(x))
+    larger = 1 / (1 + small)
+    smaller = small * larger
+    return tl.where(x < 0, smaller, larger), tl.where(x < 0, larger, smaller)
+
+
+@triton.jit
 def _swish(x, alpha: tl.constexpr):
-    small = _exp(-tl.abs(alpha * x))
-    sigmoid = tl.where(x * alpha < 0, small, 1.0) / (1 + small)
-    return x * sigmoid, sigmoid * (1 + alpha * x * (1 - sigmoid))
+    sigmoid, rest = _sigmoid(alpha * x)
+    return x * sigmoid, sigmoid * (1 + alpha * x * rest)
 
 
 @triton.jit
@@ -104,10 +112,9 @@ def _activate(g, u, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl.con
             slope = cumulative + g * _exp(-0.5 * g * g) * 0.3989422804014327
         else:
             inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-            small = _exp(-2 * tl.abs(inner))
-            half = tl.where(inner < 0, small, 1.0) / (1 + small)  # (1 + tanh(inner)) / 2
+            half, rest = _sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
             act = g * half
-            slope = half + 2 * g * half * (1 - half) * 0.7978845608028654 * (1 + 0.134145 * g * g)
+            slope = half + 2 * g * half * rest * 0.7978845608028654 * (1 + 0.134145 * g * g)
         by_g, by_u = slope * u, act
     return act * u, by_g, by_u
 
