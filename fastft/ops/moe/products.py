@@ -5,8 +5,8 @@
     sums:    out[e] = sum over its rows of factors[s] rows[s]    [S] and [S, N] to [E, N]
 
 Rows of expert e end at offsets[e]. Rows beyond the last offset belong to nobody: they are not read, and what `matmul`
-writes there is undefined. Experts without rows get zeros from `outer` and
-`sums`, and what is undefined in one expert's rows stays with it.
+writes there is undefined. Experts without rows get zeros from `outer` and `sums`, and what is undefined in one expert's
+rows stays with it.
 """
 
 from __future__ import annotations
