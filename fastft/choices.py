@@ -10,6 +10,7 @@ from .errors import UnsupportedOptionError
 from .modules.expert_layout import read_layout
 from .modules.state import ReadPacked
 from .ops import attention as attention_op
+from .ops import gated_mlp as gated_mlp_op
 from .ops import moe as moe_op
 from .ops import rms_norm as rms_norm_op
 from .ops import rope as rope_op
@@ -44,6 +45,8 @@ def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) 
         return select(op, requested, rms_norm_op.verdicts(capability, dtype, hidden_size=size, weight_dtype=dtype))
     if op == "rope":
         return select(op, requested, rope_op.verdicts(capability, dtype))
+    if op == "gated_mlp":
+        return select(op, requested, gated_mlp_op.verdicts(capability, dtype))
     if op == "experts":
         weights = read_layout(module, read_packed).weights
         aligned = moe_op.is_aligned(weights)

@@ -30,6 +30,8 @@ class PatchConfig:
             long that the memory counts, False never. The results are the same. Under True the report counts refusals
             with their reasons.
         rms_norm: "triton", "reference".
+        gated_mlp: "triton", "reference". The product of the activated gate and the other half is made in one pass, and
+            not kept for backward where the projection behind it is a plain linear layer or has a fused adapter.
         experts: who multiplies in the experts of sparse layers: "grouped_mm" (PyTorch's), "triton", "loop",
             "reference". What is between the products is fused wherever Triton runs. Routers stay the model's own.
         lora: "fused" computes a LoRA projection without extra passes over its output, where PEFT's own forward would
@@ -58,6 +60,7 @@ class PatchConfig:
     rope: str | Literal[False] = "auto"
     rope_in_place: str | bool = "auto"
     rms_norm: str | Literal[False] = "auto"
+    gated_mlp: str | Literal[False] = "auto"
     experts: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
     checkpointing: str | Literal[False] = "auto"

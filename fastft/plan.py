@@ -22,13 +22,14 @@ from .integrations.bitsandbytes import FourBitWeights
 from .integrations.peft_experts import is_wrapper, wrapped_experts
 from .isolation import mixers
 from .memory.machine import offload_verdict
+from .modules.activation import activation_of
 from .modules.expert_layout import asks_interface, inherits_interface, why_not_experts
 from .modules.names import NAME
 from .modules.state import BackboneRules
 from .ops.selection import AUTO, Choice
 
 # What the forward bound onto a module of each kind computes.
-_OPS_OF_FORWARD = {"attention": ("rope", "lora"), "mlp": ("lora",), "rms_norm": ("rms_norm",)}
+_OPS_OF_FORWARD = {"attention": ("rope", "lora"), "mlp": ("gated_mlp", "lora"), "rms_norm": ("rms_norm",)}
 # The projections that forward calls, where PEFT may put an adapter at any time.
 _PROJECTIONS = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 # The forward is bound all the same: it asks for adapters at each call.
@@ -135,7 +136,7 @@ class _Planner:
     def finish(self) -> None:
         """Accounts for the ops that no module has, and refuses what was named explicitly and left out."""
         seen = {item.op for item in self.replaced} | {item.op for item in self.skipped}
-        for op in ("packing", "attention", "rope", "rms_norm", "lora"):
+        for op in ("packing", "attention", "rope", "rms_norm", "gated_mlp", "lora"):
             if op not in seen:
                 off = getattr(self.config, op) is False
                 self._skip("", op, f"{op}=False" if off else f"{self.name} belongs to no family that fastft knows")
@@ -228,7 +229,9 @@ class _Planner:
         if taken:
             problem = "something else replaced this module's forward already (accelerate's device hooks do)"
         for op in _OPS_OF_FORWARD[kind]:
-            self._decide(fqn, op, module, family, problem)
+            unknown = op == "gated_mlp" and not problem and activation_of(module.act_fn) is None
+            own = f"its activation is a {type(module.act_fn).__name__}" if unknown else ""
+            self._decide(fqn, op, module, family, problem or own)
         bound = not problem and any(getattr(self.config, op) is not False for op in _OPS_OF_FORWARD[kind])
         if bound or through_registry:
             self.bindings.append(Binding(fqn, kind, family, bound))

@@ -78,9 +78,13 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
+# What several operations are made of.
+SHARED_BY_OPS = {"adapter_casts", "first_order", "kept", "launching", "products", "selection", "triton_activations"}
+
+
 def room_of(module: str) -> str:
     parts = module.split(".")
-    if parts[0] == "ops" and len(parts) > 1 and parts[1] not in ("first_order", "kept", "launching", "selection"):
+    if parts[0] == "ops" and len(parts) > 1 and parts[1] not in SHARED_BY_OPS:
         return ".".join(parts[:2])
     return parts[0]
 
@@ -229,6 +233,7 @@ def test_import_of_every_operation_touches_no_gpu_and_no_triton():
 import sys, torch
 before = set(sys.modules)
 import fastft.ops.attention, fastft.ops.rms_norm, fastft.ops.rope, fastft.ops.lora_linear, fastft.packing
+import fastft.ops.gated_mlp, fastft.ops.moe
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(added & {"triton", "transformers", "trl", "peft", "torch._dynamo"}), torch.cuda.is_initialized())
 """
@@ -242,6 +247,7 @@ sys.modules["triton"] = None  # an import of it raises
 import torch
 from fastft import PackedSequences
 from fastft.ops.attention import varlen_attention
+from fastft.ops.gated_mlp import gated_linear
 from fastft.ops.rms_norm import rms_norm
 from fastft.ops.rope import rope_qk
 packed = PackedSequences.from_lengths([3, 2], "cpu")
@@ -249,6 +255,7 @@ x = torch.randn(5, 2, 8, requires_grad=True)
 angles = torch.randn(5, 4)
 q, k = rope_qk(x, x, angles.cos(), angles.sin())
 out = rms_norm(varlen_attention(q, k, x, packed), torch.ones(8), 1e-6)
+out = gated_linear(out, out, "silu", torch.ones(3, 8))
 out.sum().backward()
 print(bool(x.grad.isfinite().all()))
 """

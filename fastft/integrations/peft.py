@@ -17,8 +17,12 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..errors import UnsupportedOptionError
-from ..ops.lora_linear import AUTOCAST_DTYPES, AdapterCasts
+from ..modules.projection import is_intercepted
+from ..ops.adapter_casts import AdapterCasts
+from ..ops.gated_mlp import Projection, kernels_for
+from ..ops.gated_mlp.autograd import gated_linear
 from ..ops.lora_linear.autograd import lora_linear_group
+from ..ops.products import AUTOCAST_DTYPES
 
 # Why a projection without an adapter is not fused: there is nothing to fuse.
 NOT_LORA = "not a LoRA linear layer of PEFT"
@@ -96,6 +100,29 @@ class LoRAProjector:
             return list(fused), reasons
         pairs = zip(modules, reasons, strict=True)
         return [next(fused) if reason is None else module(x) for module, reason in pairs], reasons
+
+    def gated(
+        self, module: nn.Module, gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str
+    ) -> torch.Tensor | str:
+        """What module(act(gate) * up) returns, or why the fused op cannot compute it.
+
+        Args:
+            module: a projection, as in a call.
+            gate, up: [..., I], alike.
+            activation, impl: see `fastft.ops.gated_mlp.gated`.
+
+        Raises:
+            UnsupportedOptionError: as in a call.
+        """
+        facts = _input_facts(gate)
+        found = _fused_lora(module, facts)
+        if self._by_name:
+            _refuse_lasting([found])
+        if isinstance(found, str) or isinstance(facts, str):
+            return str(found)
+        kernels = kernels_for(gate.device, gate.dtype, impl)
+        casts = self._casts if torch.is_grad_enabled() else None
+        return gated_linear(gate, up, activation, Projection(*found), facts.compute_dtype, kernels, casts)
 
 
 def _refuse_lasting(found: list[LoRAProjection | str]) -> None:
@@ -207,21 +234,6 @@ def _dropout_reason(dropout: nn.Module) -> str:
     if dropout.training and dropout.p != 0:
         return _Lasting("the adapter has dropout, and is in training")
     return ""
-
-
-def is_intercepted(states: tuple[dict[str, Any], ...]) -> bool:
-    """Whether somebody wants to see a module being called: a hook, accelerate's forward, a compiled call."""
-    for state in states:  # no generator: this loop is the larger part of the time a projection costs
-        if (
-            state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or "forward" in state
-            or "_compiled_call_impl" in state
-        ):
-            return True
-    return False
 
 
 def _projection(

@@ -17,9 +17,9 @@ from torch import nn
 
 from ..modules.expert_layout import ExpertLayout, asks_interface, read_layout, why_not_experts
 from ..modules.experts import Adapters, ExpertsName, run, why_not_now
+from ..modules.projection import is_intercepted
 from ..modules.state import ATTRIBUTE, ModuleState, state_of
 from ..ops.moe import ExpertAdapter
-from .peft import is_intercepted
 
 KIND = "expert_adapter"
 _CACHING = "bitsandbytes.nn.parametrize"

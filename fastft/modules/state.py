@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,18 @@ ATTRIBUTE = "_fastft"
 
 # The weight of a module by name if it is held in a form that has to be unpacked.
 ReadPacked = Callable[[nn.Module, str], PackedWeight | None]
-# Runs projections of one input: (modules, x) -> (outputs, for each None if fused or the reason why it was not).
-Projector = Callable[[tuple[nn.Module, ...], torch.Tensor], tuple[list[torch.Tensor], list[str | None]]]
+
+
+class Projector(Protocol):
+    """Runs projections that may have adapters."""
+
+    def __call__(self, modules: tuple[nn.Module, ...], x: torch.Tensor) -> tuple[list[torch.Tensor], list[str | None]]:
+        """The outputs of projections of one input, and for each None if it was fused or the reason why it was not."""
+
+    def gated(
+        self, module: nn.Module, gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str
+    ) -> torch.Tensor | str:
+        """The output of a projection of act(gate) * up, or the reason why that is not fused."""
 
 
 class OwnConfig(NamedTuple):

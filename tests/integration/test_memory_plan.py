@@ -24,9 +24,9 @@ from fastft.modules.state import state_of
 GIB = 1 << 30
 
 
-def planned(model, budget=None, clock=None):
+def planned(model, budget=None, clock=None, **options):
     """The model, patched, with a plan for a machine that the test makes up."""
-    patch_model(model)
+    patch_model(model, **options)
     clock = clock or Clockwork()
     checkpointing.uninstall(model)
     memory = ActivationMemory(RECOMPUTE, clock.machine(), smallest=1, budget=Budget(budget))
@@ -40,14 +40,14 @@ def planned(model, budget=None, clock=None):
     return memory, clock
 
 
-def lora_pair(budget, clock=None, family="qwen3"):
+def lora_pair(budget, clock=None, family="qwen3", **options):
     adapter = LoraConfig(target_modules="all-linear", init_lora_weights=False)
     plain = get_peft_model(model_of(family), adapter).train()
     other = copy.deepcopy(plain)
-    patch_model(plain)
+    patch_model(plain, **options)
     plain.enable_input_require_grads()
     other.enable_input_require_grads()
-    return plain, other, *planned(other, budget, clock)
+    return plain, other, *planned(other, budget, clock, **options)
 
 
 def measure(model, clock, static=0, plain=8 * GIB, steps=2):
@@ -83,8 +83,9 @@ def test_two_steps_are_measured_and_the_third_is_planned():
     assert "memory plan: " in str(report(model)) and "layers 0-4" in str(report(model))
 
 
-def test_what_is_measured():
-    _, model, memory, clock = lora_pair(1 << 40)
+@pytest.mark.parametrize("gated_mlp", ["auto", False])
+def test_what_is_measured(gated_mlp):
+    _, model, memory, clock = lora_pair(1 << 40, gated_mlp=gated_mlp)
     measure(model, clock, static=GIB, plain=5 * GIB)
     step(model)
     found = memory.planner._measured
@@ -95,7 +96,8 @@ def test_what_is_measured():
     assert found.forward_seconds == 1.0 and found.can_tell
     assert found.kinds["gate_up"] == 2 * width * config.intermediate_size
     assert found.kinds["residual"] == 2 * width * config.hidden_size
-    assert {"norm", "activation", "gate_up"} <= found.again_seconds.keys()
+    assert {"norm", "gate_up"} <= found.again_seconds.keys()
+    assert ("activation" in found.again_seconds) == (gated_mlp is False)
 
 
 def test_times_are_those_of_the_loss_and_of_a_layer_that_runs_nothing_again():
@@ -175,7 +177,7 @@ def test_auto_is_most_of_what_is_free():
 
 
 def test_a_larger_batch_is_planned_anew_and_a_known_one_is_not():
-    _, model, memory, clock = lora_pair(400_000)
+    _, model, memory, clock = lora_pair(400_000, gated_mlp=False)
     measure(model, clock, plain=200_000)
     clock.state = MemoryState(0, 0)
     step(model)

@@ -140,7 +140,7 @@ def test_options_by_name_go_over_the_config() -> None:
 def test_everything_off_changes_nothing() -> None:
     model = tiny_model("llama")
     before = snapshot(model)
-    fastft.patch_model(model, attention=False, packing=False, rope=False, rms_norm=False, lora=False)
+    fastft.patch_model(model, attention=False, packing=False, rope=False, rms_norm=False, gated_mlp=False, lora=False)
     assert snapshot(model) == before
 
 

@@ -34,8 +34,8 @@ def lora_model(dropout=0.0, **config):
     return get_peft_model(model_of(**config), adapter).train()
 
 
-def at_level(model, level, lane=LateLane):
-    patch_model(model, checkpointing="selective")
+def at_level(model, level, lane=LateLane, **options):
+    patch_model(model, checkpointing="selective", **options)
     (memory,) = memories(model)
     memory.mode, memory.smallest, memory.machine = level, 1, machine(lane)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -113,18 +113,22 @@ def test_a_second_backward_and_several_forwards():
     assert_same(results[1], results[0])
 
 
-def test_what_is_made_again_is_not_kept():
+@pytest.mark.parametrize("gated_mlp", ["auto", False])
+def test_what_is_made_again_is_not_kept(gated_mlp):
+    """A fused MLP keeps neither activation nor product at any level."""
     shape = {"length": 32, "rows": 2}
     held = {}
     for level in (KEEP, THIN, LEAN):
-        model = at_level(lora_model(), level)
+        model = at_level(lora_model(), level, gated_mlp=gated_mlp)
         step(model, **shape)
         made = bytes_of(model)
+        assert ("activation" in made) == (gated_mlp is False)
         held[level.name] = sum(size for kind, size in made.items() if level.actions.get(kind) != "again")
     tokens = 64
     config = model.config
     row = 4 * tokens
-    assert held["keep"] - held["thin"] >= row * (2 * config.hidden_size + 2 * config.intermediate_size)
+    activations = 2 * config.intermediate_size if gated_mlp is False else 0
+    assert held["keep"] - held["thin"] >= row * (2 * config.hidden_size + activations)
     assert held["thin"] - held["lean"] >= row * 2 * config.intermediate_size
 
 
@@ -180,7 +184,7 @@ def test_stock_norms_are_kept_whole_beside_an_mlp_that_tells():
     other.gradient_checkpointing_enable()
     plain.enable_input_require_grads()
     assert_same(step(other), step(plain))
-    assert set(bytes_of(other)) == {"untold", "attention input", "attention", "gate_up", "activation"}
+    assert set(bytes_of(other)) == {"untold", "attention input", "attention", "gate_up"}
 
 
 def test_steps_that_break_off_leave_nothing_behind():
@@ -366,8 +370,8 @@ def test_a_checkpoint_that_is_debugged_is_left_alone():
 def test_where_the_mlp_is_left_to_stock_operators_say_what_is_kept():
     plain = model_of("llama")
     other = copy.deepcopy(plain)
-    patch_model(plain, lora=False)
-    patch_model(other, lora=False, checkpointing="selective")
+    patch_model(plain, gated_mlp=False, lora=False)
+    patch_model(other, gated_mlp=False, lora=False, checkpointing="selective")
     other.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(step(other), step(plain))
     assert report(other).counters["layer kept in part, by its operators"] == LAYERS

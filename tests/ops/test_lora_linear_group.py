@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fastft.errors import KernelInputError
-from fastft.ops.lora_linear import AdapterCasts, casts, lora_linear_group, reference
+from fastft.ops import adapter_casts
+from fastft.ops.adapter_casts import AdapterCasts
+from fastft.ops.lora_linear import lora_linear_group, reference
 from fastft.ops.rope import rope_qk, rope_qk_
 from fastft.ops.rope.in_place import in_place_verdict
 
@@ -199,8 +201,8 @@ def test_outputs_may_be_rotated_in_place(device):
 
 def count_casts(monkeypatch):
     calls = []
-    original = casts.cast
-    monkeypatch.setattr(casts, "cast", lambda *args: calls.append(1) or original(*args))
+    original = adapter_casts.cast
+    monkeypatch.setattr(adapter_casts, "cast", lambda *args: calls.append(1) or original(*args))
     return calls
 
 

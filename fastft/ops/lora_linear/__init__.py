@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .api import AUTOCAST_DTYPES, lora_linear, lora_linear_group, verdicts
-from .casts import AdapterCasts
+from .api import lora_linear, lora_linear_group, verdicts
 
-__all__ = ["AUTOCAST_DTYPES", "AdapterCasts", "lora_linear", "lora_linear_group", "verdicts"]
+__all__ = ["lora_linear", "lora_linear_group", "verdicts"]

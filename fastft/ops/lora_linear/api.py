@@ -9,12 +9,11 @@ import torch
 
 from ...capability import GPUCapability, Verdict, probe
 from ...errors import KernelInputError
+from ..adapter_casts import AdapterCasts
+from ..products import AUTOCAST_DTYPES
 from ..selection import AUTO, select
 from . import autograd, reference
-from .casts import AdapterCasts
 
-# Autocast casts these, and leaves fp64 alone.
-AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _DTYPES = AUTOCAST_DTYPES | {torch.float64}
 
 

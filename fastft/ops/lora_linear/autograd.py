@@ -18,13 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..adapter_casts import AdapterCasts, cast
 from ..first_order import first_order
 from ..kept import KeptTensors
-from .casts import AdapterCasts, cast
-
-# The shape of an output that shares memory with nothing alive. `view` would do, but autograd then refuses to let anyone
-# write the output in place: to it, a view made inside a Function is a view of an input that it cannot follow.
-_unsafe_view = torch.ops.aten._unsafe_view.default
+from ..products import as_rows, columns_of, common_dtype, in_shape, low_rank, mm_to, scaled_mms, sum_mms, to_dtype
 
 # The inputs of _LoRALinear before the trained parameters.
 _LEADING = 2
@@ -71,17 +68,17 @@ class _LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: _Group, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weights, biases, lora_As, lora_Bs, scalings, dtype, casts, _ = group
-        rows = _rows(x, dtype)
+        rows = as_rows(x, dtype)
         A, Bs = cast(lora_As, lora_Bs, dtype) if casts is None else casts.get(lora_As, lora_Bs, dtype)
         ranks = [lora_A.shape[0] for lora_A in lora_As]
         # Selective checkpointing is a dispatch mode that keeps the outputs of mm, and refuses ones written later.
         in_place = not torch._C._len_torch_dispatch_stack()
-        t = _down(rows, A, ranks, scalings, in_place)
+        t = low_rank(rows, A, ranks, scalings, in_place)
         lead, outputs = x.shape[:-1], []
-        for weight, bias, B, part in zip(weights, biases, Bs, _columns(t, ranks), strict=True):
-            y = F.linear(rows, _to(weight, dtype), bias if bias is None else _to(bias, dtype))
+        for weight, bias, B, part in zip(weights, biases, Bs, columns_of(t, ranks), strict=True):
+            y = F.linear(rows, to_dtype(weight, dtype), bias if bias is None else to_dtype(bias, dtype))
             y = y.addmm_(part, B.t()) if in_place else torch.addmm(y, part, B.t())
-            outputs.append(y if len(lead) == 1 else _unsafe_view(y, (*lead, y.shape[-1])))
+            outputs.append(in_shape(y, lead))
 
         needs_x = ctx.needs_input_grad[0]
         needs_weight, _, needs_A, needs_B = map(any, group.needs(ctx.needs_input_grad))
@@ -111,7 +108,7 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
     dtype = group.dtype
     needs_x = ctx.needs_input_grad[0]
     needs_weight, needs_bias, needs_A, needs_B = group.needs(ctx.needs_input_grad)
-    used = [(i, _rows(dy, dtype)) for i, dy in enumerate(dys) if dy is not None]
+    used = [(i, as_rows(dy, dtype)) for i, dy in enumerate(dys) if dy is not None]
     ranks = [ctx.ranks[i] for i, _ in used]
     needs_any_A = any([needs_A[i] for i, _ in used])
 
@@ -121,29 +118,29 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
     if used and (needs_x or needs_any_A):
         in_place = not torch._C._len_torch_dispatch_stack()
         A, *Bs = ctx.adapters.unchanged()
-        g = _scaled_mms([(dy, Bs[i], group.scalings[i]) for i, dy in used], in_place)
+        g = scaled_mms([(dy, Bs[i], group.scalings[i]) for i, dy in used], in_place)
         if needs_x:
             weights = ctx.weights.unchanged()
             if len(used) < count:
                 parts = torch.split_with_sizes(A, ctx.ranks)
                 A = torch.cat([parts[i] for i, _ in used])
-            dx = _sum_mms([*((dy, _to(weights[i], dtype)) for i, dy in used), (g, A)], in_place)
-            dx = _to(dx, ctx.x_dtype).view(ctx.x_shape)
+            dx = sum_mms([*((dy, to_dtype(weights[i], dtype)) for i, dy in used), (g, A)], in_place)
+            dx = to_dtype(dx, ctx.x_dtype).view(ctx.x_shape)
     if needs_any_A or any(needs_weight):
-        rows = _rows(x, dtype)
+        rows = as_rows(x, dtype)
     if needs_any_A:
         dtypes = [group.lora_As[i].dtype for i, _ in used]
-        dA = _mm_to(g.t(), rows, _common(dtypes))
+        dA = mm_to(g.t(), rows, common_dtype(dtypes))
         # Views would keep each other from being written in place, and their base alive.
         parts = (dA,) if len(ranks) == 1 else torch.unsafe_split_with_sizes(dA, ranks)
         for (i, _), part, A_dtype in zip(used, parts, dtypes, strict=True):
-            dAs[i] = _to(part, A_dtype) if needs_A[i] else None
-    ts = _columns(t, ctx.ranks) if any(needs_B) else ()
+            dAs[i] = to_dtype(part, A_dtype) if needs_A[i] else None
+    ts = columns_of(t, ctx.ranks) if any(needs_B) else ()
     for i, dy in used:
         if needs_B[i]:
-            dBs[i] = _mm_to(dy.t(), ts[i], group.lora_Bs[i].dtype)
+            dBs[i] = mm_to(dy.t(), ts[i], group.lora_Bs[i].dtype)
         if needs_weight[i]:
-            dweights[i] = _mm_to(dy.t(), rows, group.weights[i].dtype)
+            dweights[i] = mm_to(dy.t(), rows, group.weights[i].dtype)
         if needs_bias[i]:
             dbiases[i] = dy.sum(0, dtype=group.biases[i].dtype)
     gradients = (*dweights, *dbiases, *dAs, *dBs)
@@ -153,67 +150,3 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
 def _quarters(items: Any) -> tuple[Any, Any, Any, Any]:
     n = len(items) // 4
     return items[:n], items[n : 2 * n], items[2 * n : 3 * n], items[3 * n :]
-
-
-def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """tensor.to(dtype), without the call where it would do nothing."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    return dtypes[0] if dtypes.count(dtypes[0]) == len(dtypes) else torch.float32
-
-
-def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as [T, features] with strides that a GEMM takes as they are: every GEMM would make its own copy otherwise."""
-    rows = _to(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), dtype)
-    if rows.is_contiguous():
-        return rows
-    (height, width), (row_stride, column_stride) = rows.shape, rows.stride()
-    row_major = column_stride == 1 and row_stride >= width
-    column_major = row_stride == 1 and column_stride >= height
-    return rows if row_major or column_major else rows.contiguous()
-
-
-def _columns(matrix: torch.Tensor, widths: list[int]) -> Sequence[torch.Tensor]:
-    return (matrix,) if len(widths) == 1 else torch.split_with_sizes(matrix, widths, 1)
-
-
-def _down(
-    rows: torch.Tensor, A: torch.Tensor, ranks: list[int], scalings: Sequence[float], in_place: bool
-) -> torch.Tensor:
-    """t: one GEMM, unless there is more than one scaling to be its alpha."""
-    if all(scaling == scalings[0] for scaling in scalings):
-        return _scaled_mms([(rows, A.t(), scalings[0])], in_place)
-    parts = zip(torch.split_with_sizes(A, ranks), scalings, strict=True)
-    return _scaled_mms([(rows, part.t(), scaling) for part, scaling in parts], in_place)
-
-
-def _scaled_mms(products: list[tuple[torch.Tensor, torch.Tensor, float]], in_place: bool) -> torch.Tensor:
-    """scaling * a b of each, side by side, rounded once if in place. With beta 0 the GEMM does not read its output."""
-    if not in_place:
-        results = [torch.mm(a, b) * scaling for a, b, scaling in products]
-        return results[0] if len(results) == 1 else torch.cat(results, 1)
-    widths = [b.shape[1] for _, b, _ in products]
-    first = products[0][0]
-    result = first.new_empty((first.shape[0], sum(widths)))
-    for part, (a, b, scaling) in zip(_columns(result, widths), products, strict=True):
-        part.addmm_(a, b, beta=0, alpha=scaling)
-    return result
-
-
-def _sum_mms(products: list[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
-    (a, b), *others = products
-    result = torch.mm(a, b)
-    for a, b in others:
-        result = result.addmm_(a, b) if in_place else torch.addmm(result, a, b)
-    return result
-
-
-def _mm_to(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a b in dtype: straight from the GEMM's fp32 sum where torch can, so that an fp32 master gets an fp32 gradient."""
-    if dtype == a.dtype:
-        return torch.mm(a, b)
-    if dtype == torch.float32 and a.is_cuda and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
