@@ -36,9 +36,9 @@ class PatchConfig:
             "reference". What is between the products is fused wherever Triton runs. Routers stay the model's own.
         lora: "fused" computes a LoRA projection without extra passes over its output, where PEFT's own forward would
             compute exactly that. Under "auto" every other adapter stays PEFT's. Asked for by name, an adapter whose
-            kind rules it out (DoRA and other variants, quantized or other LoRA layers, lora_bias, fan_in_fan_out,
-            dropout in training) raises at the first call; what may pass (disabled, merged or several adapters, hooks,
-            dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
+            kind rules it out (DoRA and other variants, other LoRA layers such as those over 8 bits, lora_bias,
+            fan_in_fan_out, dropout in training) raises at the first call; what may pass (disabled, merged or several
+            adapters, hooks, dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
         checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
             Nothing is checkpointed that the caller did not ask to be, and the gradients are the same. "auto" measures
             two steps and plans the fastest that takes at most the memory of plain checkpointing; with several processes

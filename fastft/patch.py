@@ -277,15 +277,16 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
     if config.checkpointing in _MODES or (config.checkpointing == "auto" and plan.bindings):
         budget = Budget(config.memory_budget) if config.checkpointing == "auto" else None
         shared.memory = ActivationMemory(_MODES.get(str(config.checkpointing), RECOMPUTE), budget=budget)
+    four_bit = FourBitWeights()
     if config.lora is not False:
         from .integrations.peft import LoRAProjector
 
-        shared.projector = LoRAProjector(by_name=config.lora == "fused")
+        shared.projector = LoRAProjector(by_name=config.lora == "fused", four_bit=four_bit)
     modules = dict(target.named_modules())
     if any(binding.kind in ("backbone", "experts") for binding in plan.bindings):
         attention.register()
         experts.register()
-        shared.read_packed = FourBitWeights()
+        shared.read_packed = four_bit
         configs.own_configs(target, shared)
     attending = {item.fqn for item in plan.replaced if item.op in ("packing", "attention")}
     for binding in plan.bindings:

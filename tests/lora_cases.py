@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastft.integrations import peft as integration
+from fastft.integrations.bitsandbytes import FourBitWeights
 from fastft.integrations.peft import LoRAProjection, LoRAProjector
 
 
@@ -23,7 +24,7 @@ def project(
 
 def fused_lora(module: nn.Module, x: torch.Tensor) -> LoRAProjection | str:
     """The parts of a projection as the fused op would get them, or the reason why it would not."""
-    return integration._fused_lora(module, integration._input_facts(x))
+    return integration._fused_lora(module, integration._input_facts(x, FourBitWeights()))
 
 
 def randomize(model: nn.Module) -> None:

@@ -79,7 +79,9 @@ def module_name(path: Path) -> str:
 
 
 # What several operations are made of.
-SHARED_BY_OPS = {"adapter_casts", "first_order", "kept", "launching", "products", "selection", "triton_activations"}
+SHARED_BY_OPS = {
+    "adapter_casts", "first_order", "kept", "launching", "packed_weight", "products", "selection", "triton_activations",
+}  # fmt: skip
 
 
 def room_of(module: str) -> str:

@@ -1,8 +1,8 @@
-"""Weights of experts that bitsandbytes holds in 4 bits (`bitsandbytes.nn.parametrize.replace_parameter_4bit`).
+"""Weights that bitsandbytes holds in 4 bits: of linear layers, and of experts (`replace_parameter_4bit`).
 
-bitsandbytes makes the whole stack anew whenever it is read, and autograd then saves it. Here it is made into memory
-that all layers of a model share, once in forward and once in backward. bitsandbytes is never imported from here: a
-module with such weights has done it.
+bitsandbytes makes a whole stack of experts anew whenever it is read, and autograd then saves it. Here weights are made
+into memory that all layers of a model share, once in forward and once in backward. bitsandbytes is never imported from
+here: a module with such weights has done it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ops.moe import PackedWeight
+from ..ops.packed_weight import PackedWeight
 
 
 class FourBitWeights:
@@ -32,8 +32,25 @@ class FourBitWeights:
         packed = packed_parameter(module, name)
         if packed is None:
             return None
-        original, state = packed
+        return self._packed(*packed)
 
+    def linear(self, layer: Any) -> PackedWeight | str:
+        """The weight [N, K] of a linear layer of 4 bits, or why it is not read."""
+        modules = sys.modules.get("bitsandbytes.nn")
+        if modules is None or type(layer) not in (modules.Linear4bit, modules.LinearNF4, modules.LinearFP4):
+            return f"the base layer is a {type(layer).__name__}, not a linear layer of 4 bits"
+        weight = layer._parameters["weight"]
+        state = getattr(weight, "quant_state", None)
+        if type(weight) is not modules.Params4bit or state is None:
+            return "the weight of 4 bits is not there (sharded, or not quantised yet)"
+        if getattr(state, "packing_format_for_cpu", False) or tuple(state.shape) != (
+            layer.out_features,
+            layer.in_features,
+        ):
+            return "the weight of 4 bits lies in another order"
+        return self._packed(weight, state)
+
+    def _packed(self, original: torch.Tensor, state: Any) -> PackedWeight:
         def make() -> torch.Tensor:
             # Packages that a pickle brings in again are other objects: ask for the function when it is needed.
             functional = sys.modules["bitsandbytes.functional"]

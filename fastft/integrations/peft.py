@@ -22,12 +22,15 @@ from ..ops.adapter_casts import AdapterCasts
 from ..ops.gated_mlp import Projection, kernels_for
 from ..ops.gated_mlp.autograd import gated_linear
 from ..ops.lora_linear.autograd import lora_linear_group
+from ..ops.packed_weight import PackedWeight
 from ..ops.products import AUTOCAST_DTYPES
+from .bitsandbytes import FourBitWeights
 
 # Why a projection without an adapter is not fused: there is nothing to fuse.
 NOT_LORA = "not a LoRA linear layer of PEFT"
 
 _PLACES = ("the LoRA layer", "base_layer", "lora_A", "lora_B", "lora_dropout")
+_NOT_PLAIN = "a weight is not a plain parameter (sharded, quantized or replaced)"
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _Linear, _Identity, _Parameter = nn.Linear, nn.Identity, nn.Parameter  # read several times a projection
 
@@ -41,7 +44,7 @@ class _Lasting(str):
 class LoRAProjection(NamedTuple):
     """What `lora_linear` needs of a projection besides x, in its order: y = x W^T + b + scaling (x A^T) B^T."""
 
-    weight: torch.Tensor  # [N, K]
+    weight: torch.Tensor | PackedWeight  # [N, K]
     bias: torch.Tensor | None  # [N]
     lora_A: torch.Tensor  # [r, K]
     lora_B: torch.Tensor  # [N, r]
@@ -56,13 +59,15 @@ class LoRAProjector:
 
     Args:
         by_name: the fused op was asked for by name, so an adapter that it can never compute is an error.
+        four_bit: reads weights of 4 bits, into memory that it shares with whoever else reads by it.
     """
 
-    __slots__ = ("_by_name", "_casts")
+    __slots__ = ("_by_name", "_casts", "_four_bit")
 
-    def __init__(self, by_name: bool = False) -> None:
+    def __init__(self, by_name: bool = False, four_bit: FourBitWeights | None = None) -> None:
         self._by_name = by_name
         self._casts = AdapterCasts()
+        self._four_bit = four_bit or FourBitWeights()
 
     def __reduce__(self) -> tuple[Callable[[bool], LoRAProjector], tuple[bool]]:
         return type(self), (self._by_name,)
@@ -84,7 +89,7 @@ class LoRAProjector:
         Raises:
             UnsupportedOptionError: the op was asked for by name, and the kind of an adapter rules it out.
         """
-        facts = _input_facts(x)
+        facts = _input_facts(x, self._four_bit)
         found = [_fused_lora(module, facts) for module in modules]
         if self._by_name:
             _refuse_lasting(found)
@@ -114,7 +119,7 @@ class LoRAProjector:
         Raises:
             UnsupportedOptionError: as in a call.
         """
-        facts = _input_facts(gate)
+        facts = _input_facts(gate, self._four_bit)
         found = _fused_lora(module, facts)
         if self._by_name:
             _refuse_lasting([found])
@@ -138,13 +143,15 @@ class _InputFacts(NamedTuple):
     """What the questions about a projection have to know of x, and of the moment."""
 
     layer_type: type[nn.Module]  # PEFT's LoRA linear layer
+    four_bit_type: type[nn.Module] | None  # the same over 4 bits
+    four_bit: FourBitWeights
     device: torch.device
     dtype: torch.dtype
     autocast: bool
     compute_dtype: torch.dtype
 
 
-def _input_facts(x: torch.Tensor) -> _InputFacts | str:
+def _input_facts(x: torch.Tensor, four_bit: FourBitWeights) -> _InputFacts | str:
     """The facts, or why nothing can be fused with this x now."""
     lora_layer = sys.modules.get("peft.tuners.lora.layer")
     if lora_layer is None:
@@ -161,20 +168,27 @@ def _input_facts(x: torch.Tensor) -> _InputFacts | str:
         return "the input is on the meta device"
     if x.numel() == 0:
         return "the input has no tokens"
-    autocast = torch.is_autocast_enabled(kind)
-    if not autocast:
-        return _InputFacts(lora_layer.Linear, device, dtype, False, dtype)
+    types = (lora_layer.Linear, _four_bit_type())
+    if not torch.is_autocast_enabled(kind):
+        return _InputFacts(*types, four_bit, device, dtype, False, dtype)
     if dtype not in AUTOCAST_DTYPES:
         return "a dtype that autocast does not cast"
-    return _InputFacts(lora_layer.Linear, device, dtype, True, torch.get_autocast_dtype(kind))
+    return _InputFacts(*types, four_bit, device, dtype, True, torch.get_autocast_dtype(kind))
+
+
+def _four_bit_type() -> type[nn.Module] | None:
+    """PEFT's LoRA layer over 4 bits, where bitsandbytes is in use."""
+    return getattr(sys.modules.get("peft.tuners.lora.bnb"), "Linear4bit", None)
 
 
 def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection | str:
     """The parts of a projection if the fused op computes on them exactly what module(x) does, or why it does not."""
     if isinstance(facts, str):
         lora_layer = sys.modules.get("peft.tuners.lora.layer")
-        return facts if lora_layer is not None and type(module) is lora_layer.Linear else _another_kind(module)
-    if type(module) is not facts.layer_type:
+        known = lora_layer is not None and type(module) in (lora_layer.Linear, _four_bit_type())
+        return facts if known else _another_kind(module)
+    in_four_bits = type(module) is facts.four_bit_type
+    if type(module) is not facts.layer_type and not in_four_bits:
         return _another_kind(module)
     state = module.__dict__
     if state["_disable_adapters"] or state["merged_adapters"] or state["fan_in_fan_out"]:
@@ -193,7 +207,7 @@ def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection |
     base, lora_A = children["base_layer"], adapters[name]
     lora_B = children["lora_B"].__dict__["_modules"][name]
     dropout = children["lora_dropout"].__dict__["_modules"][name]
-    if type(base) is not _Linear or type(lora_A) is not _Linear or type(lora_B) is not _Linear:
+    if (type(base) is not _Linear and not in_four_bits) or type(lora_A) is not _Linear or type(lora_B) is not _Linear:
         return _linear_reason(base, lora_A, lora_B)
     if type(dropout) is not _Identity:
         reason = _dropout_reason(dropout)
@@ -204,7 +218,27 @@ def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection |
     if is_intercepted(places):
         place = next(name for name, part in zip(_PLACES, places, strict=True) if is_intercepted((part,)))
         return f"{place} has hooks or a forward of its own"
-    return _projection(state, of_base["_parameters"], of_A["_parameters"], of_B["_parameters"], name, facts)
+    if in_four_bits:
+        weight = _four_bit_weight(base, facts)
+        if isinstance(weight, str):
+            return weight
+    else:
+        weight = of_base["_parameters"].get("weight")
+        if type(weight) is not _Parameter:
+            return _NOT_PLAIN
+    return _projection(state, weight, of_base["_parameters"].get("bias"), of_A, of_B, name, facts)
+
+
+def _four_bit_weight(base: Any, facts: _InputFacts) -> PackedWeight | str:
+    """Of a layer that computes in the dtype that the fused op would."""
+    weight = facts.four_bit.linear(base)
+    computes_in = base.compute_dtype or facts.dtype  # without one it takes that of its first input
+    if isinstance(weight, str) or computes_in is facts.compute_dtype:
+        return weight
+    return (
+        f"a base of 4 bits computes in {computes_in}, its adapter in {facts.compute_dtype}; load the model with "
+        f"bnb_4bit_compute_dtype={facts.compute_dtype}"
+    )
 
 
 def _another_kind(module: nn.Module) -> str:
@@ -238,31 +272,27 @@ def _dropout_reason(dropout: nn.Module) -> str:
 
 def _projection(
     state: dict[str, Any],
-    of_base: dict[str, Any],
+    weight: torch.Tensor | PackedWeight,
+    bias: Any,
     of_A: dict[str, Any],
     of_B: dict[str, Any],
     name: str,
     facts: _InputFacts,
 ) -> LoRAProjection | str:
-    """of_base, of_A and of_B: the parameters by name."""
-    if of_B["bias"] is not None or of_A["bias"] is not None:
+    """state, of_A and of_B: of the modules; weight and bias of the base layer."""
+    parameters_A, parameters_B = of_A["_parameters"], of_B["_parameters"]
+    if parameters_B["bias"] is not None or parameters_A["bias"] is not None:
         return _Lasting("lora_bias: the adapter has a bias")
-    weight, bias = of_base.get("weight"), of_base.get("bias")
-    A, B = of_A.get("weight"), of_B.get("weight")
-    if (
-        type(weight) is not _Parameter
-        or type(A) is not _Parameter
-        or type(B) is not _Parameter
-        or (bias is not None and type(bias) is not _Parameter)
-    ):
-        return "a weight is not a plain parameter (sharded, quantized or replaced)"
+    A, B = parameters_A.get("weight"), parameters_B.get("weight")
+    if type(A) is not _Parameter or type(B) is not _Parameter or (bias is not None and type(bias) is not _Parameter):
+        return _NOT_PLAIN
     scaling = state["scaling"][name]
     if type(scaling) is not float and type(scaling) is not int:
         return f"the scaling is a {type(scaling).__name__}, not a number"
     device = facts.device
     if weight.device != device or A.device != device or B.device != device:
         return "the weights are not on the input's device"
-    dtype = weight.dtype
+    dtype = facts.compute_dtype if isinstance(weight, PackedWeight) else weight.dtype
     dtypes = (dtype, A.dtype, B.dtype, dtype if bias is None else bias.dtype)
     reason = _dtype_reason(dtypes, state["cast_input_dtype_enabled"], facts)
     return reason or LoRAProjection(weight, bias, A, B, scaling)

@@ -164,7 +164,7 @@ class ActivationMemory:
         self.counters["bytes offloaded"] += tape.bytes_sent
         self.bytes_of_layer[index] = tape.bytes
         if self.planner is not None:
-            self.planner.saved(tape.bytes)
+            self.planner.saved(tape.bytes, tape.bytes_passing)
 
     def group_of(self, index: int) -> Group:
         """A new group for layer `index`, after that of the layer before it in the same forward."""

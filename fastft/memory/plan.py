@@ -75,12 +75,12 @@ def name_of(mode: Mode) -> str:
 def options_of(measured: Measured) -> list[Option]:
     """What a layer can do, with its costs."""
     kinds, again = measured.kinds, measured.again_seconds
-    everything, size = measured.saved_bytes, measured.input_bytes
+    everything, size, passing = measured.saved_bytes, measured.input_bytes, measured.passing_bytes
     # A checkpointed layer saves nothing while it runs.
-    forgetful = min(everything, max(measured.beside_inputs, 0.0) + size)
+    forgetful = min(everything + passing, max(measured.beside_inputs, 0.0) + size)
     options = [
-        # With all that is saved, what the last product makes and its sum with the residual are there.
-        Option(KEEP, everything, 0.0, 0.0, everything + 2 * size, everything),
+        # With all that is saved, what passes is there, or what the last product makes and its sum with the residual.
+        Option(KEEP, everything, 0.0, 0.0, everything + max(2 * size, passing), everything),
         Option(RECOMPUTE, size, 0.0, measured.forward_seconds, forgetful, everything),
     ]
     levels = [THIN, LEAN] if measured.can_tell else []
@@ -94,7 +94,7 @@ def options_of(measured: Measured) -> list[Option]:
         for kind, count in kinds.items():
             of[level.actions.get(kind, "keep")] += count
         seconds = sum(again.get(kind, 0.0) for kind, action in level.actions.items() if action == "again")
-        options.append(Option(level, of["keep"], of["offload"], seconds, everything, alive))
+        options.append(Option(level, of["keep"], of["offload"], seconds, everything + passing, alive))
     return options
 
 

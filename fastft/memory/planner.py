@@ -72,6 +72,7 @@ class Planner:
         self._forward_marks: list[tuple[Any, Any]] = []
         self._again_marks: list[tuple[str, Any, Any]] = []
         self._kinds: Counter[str] = Counter()
+        self._passing = 0
 
     @property
     def is_measuring(self) -> bool:
@@ -139,10 +140,10 @@ class Planner:
         yield
         self._again_marks.append((kind, first, self._machine.mark(self._device)))
 
-    def saved(self, kinds: Counter[str]) -> None:
-        """What the told layer saves, bytes by kind."""
+    def saved(self, kinds: Counter[str], passing: int = 0) -> None:
+        """What the told layer saves, bytes by kind, and the largest tensor that it makes beside them."""
         if self.is_measuring:
-            self._kinds = Counter(kinds)
+            self._kinds, self._passing = Counter(kinds), passing
 
     def tighten(self) -> None:
         """Memory has run out: plans are made for less from now on, and this forward goes on as plain checkpointing."""
@@ -203,6 +204,7 @@ class Planner:
             bandwidth=machine.bandwidth(device) if machine.can_offload(device) else 0.0,
             can_tell=bool(again),
             first_input_stays=self._input_stays,
+            passing_bytes=self._passing,
         )
 
     def _budget_for(self, tokens: int, static: float) -> float:

@@ -40,6 +40,7 @@ class Measured(NamedTuple):
     bandwidth: float  # bytes a second to the host; 0: nothing can leave
     can_tell: bool = True  # whether layers tell what they make
     first_input_stays: bool = False  # held by autograd itself
+    passing_bytes: float = 0.0  # of the largest tensor in a layer's forward that is made beside what it saves
 
     @property
     def saved_bytes(self) -> float:

@@ -161,6 +161,7 @@ class LayerTape:
         timer: Callable[[str], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self.bytes: Counter[str] = Counter()  # that backward needs, by kind, and "untold"
+        self.bytes_passing = 0  # of the largest tensor that was made beside those and is gone again
         self.bytes_sent = 0
         self._level, self._offloader, self._group = level, offloader, group
         self._made: dict[int, tuple[StorageWeakRef, Made]] = {}
@@ -204,6 +205,10 @@ class LayerTape:
         recipe = Recipe(again, tuple(views), told, self._surroundings, timer)
         for output in told:
             output.recipe, output.held = recipe, None
+
+    def passes(self, count: int) -> None:
+        """A tensor of so many bytes is made and saved by nobody, while the large ones are there."""
+        self.bytes_passing = max(self.bytes_passing, count)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd saves in the place of a tensor."""

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from transformers.integrations import moe as interface
 
-from ..ops.moe import ExpertWeights, Gate, PackedWeight
+from ..ops.moe import ExpertWeights, Gate
 from ..ops.moe.gate import Activation
 from ..ops.moe.reference import gate_of_halves
+from ..ops.packed_weight import PackedWeight
 from .state import ReadPacked
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import FastftError
 from ..ops import moe
+from ..ops.packed_weight import PackedWeight
 from .dynamo import treat_as_constants
 from .expert_layout import ExpertLayout, eager_forward, read_layout
 from .names import NAME, ImplementationName
@@ -22,7 +23,7 @@ from .state import ModelState, state_of
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 Adapters = tuple[moe.ExpertAdapter | None, moe.ExpertAdapter | None]
-_READ = (torch.Tensor, torch.nn.Parameter, moe.PackedWeight)
+_READ = (torch.Tensor, torch.nn.Parameter, PackedWeight)
 
 
 class ExpertsName(ImplementationName):

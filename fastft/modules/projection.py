@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from ..ops.gated_mlp import Projection, gated, gated_linear
+from ..ops.gated_mlp import gated, gated_linear
 from ..ops.products import AUTOCAST_DTYPES
 from .activation import activation_of
 from .state import ModelState
@@ -35,7 +35,9 @@ def project_gated(
     shared: ModelState, projection: nn.Module, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """`projection(act(gate) * up)`, where the product is not kept for backward if the projection is one of ours."""
-    impl, lora = str(shared.config.gated_mlp), shared.projector
+    impl, lora, tape = str(shared.config.gated_mlp), shared.projector, shared.tape
+    if tape is not None:
+        tape.passes(gate.nbytes)
     shared.counters["gated_mlp"] += 1
     if lora is not None and "lora_A" in projection.__dict__["_modules"]:
         found = lora.gated(projection, gate, up, activation, impl)
@@ -47,12 +49,12 @@ def project_gated(
     else:
         layer = _plain_linear(projection, gate)
         if not isinstance(layer, str):
-            return gated_linear(gate, up, activation, *layer[:2], impl=impl)
+            return gated_linear(gate, up, activation, *layer, impl=impl)
         reason = layer
     shared.counters[f"gated_mlp without the projection behind it: {reason}"] += 1
     product = gated(gate, up, activation, impl=impl)
-    if shared.tape is not None:
-        shared.tape.made(product, "activation", lambda gate, up: gated(gate, up, activation, impl=impl), gate, up)
+    if tape is not None:
+        tape.made(product, "activation", lambda gate, up: gated(gate, up, activation, impl=impl), gate, up)
     found = projection(product)
     assert isinstance(found, torch.Tensor)
     return found
@@ -64,6 +66,8 @@ def why_not_gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -
         return f"the activation is a {type(activation).__name__}"
     if _has_global_hooks() or is_intercepted((activation.__dict__,)):
         return "a hook wants to see the activation"
+    if torch._C._functorch.is_functorch_wrapped_tensor(gate):
+        return "torch.func transforms the model"
     if type(gate) is not torch.Tensor or type(up) is not torch.Tensor:
         return f"a projection gives a {type(gate).__name__} and a {type(up).__name__}, not plain tensors"
     if gate.dtype != up.dtype or gate.shape != up.shape:
@@ -71,8 +75,8 @@ def why_not_gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -
     return "the tensors are on the meta device" if gate.device.type == "meta" else ""
 
 
-def _plain_linear(module: nn.Module, x: torch.Tensor) -> Projection | str:
-    """A linear layer if F.linear, under the autocast of the moment, is all that module(x) does, or why it is not."""
+def _plain_linear(module: nn.Module, x: torch.Tensor) -> tuple[nn.Parameter, nn.Parameter | None] | str:
+    """Weight and bias if F.linear, under the autocast of the moment, is all that module(x) does, or why it is not."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"
     if _has_global_hooks() or is_intercepted((module.__dict__,)):
@@ -87,7 +91,7 @@ def _plain_linear(module: nn.Module, x: torch.Tensor) -> Projection | str:
     autocast = torch.is_autocast_enabled(x.device.type)
     if not (AUTOCAST_DTYPES.issuperset(dtypes) if autocast else len(dtypes) == 1):
         return "dtypes differ" if not autocast else "a dtype that autocast does not cast"
-    return Projection(weight, bias)
+    return weight, bias
 
 
 def is_repeatable(projections: tuple[nn.Module, ...]) -> bool:

@@ -14,7 +14,7 @@ from ..config import PatchConfig
 from ..family_spec import FamilySpec
 from ..memory.activations import ActivationMemory
 from ..memory.tape import LayerTape
-from ..ops.moe import PackedWeight
+from ..ops.packed_weight import PackedWeight
 from ..packing import PackedSequenceCache
 
 ATTRIBUTE = "_fastft"

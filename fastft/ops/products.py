@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -66,9 +66,10 @@ def scaled_mms(products: list[tuple[torch.Tensor, torch.Tensor, float]], in_plac
     return result
 
 
-def sum_mms(products: list[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
-    (a, b), *others = products
-    result = torch.mm(a, b)
+def sum_mms(products: Iterable[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
+    """The sum of a b, each b used up before the next is asked for."""
+    others = iter(products)
+    result = torch.mm(*next(others))
     for a, b in others:
         result = result.addmm_(a, b) if in_place else torch.addmm(result, a, b)
     return result

@@ -14,7 +14,7 @@ from fastft.capability import Verdict
 from fastft.memory.activations import ActivationMemory, Budget
 from fastft.memory.machine import Machine, MemoryState
 from fastft.memory.plan import make_plan
-from fastft.memory.schedule import OFFLOAD, RECOMPUTE
+from fastft.memory.schedule import KEEP, OFFLOAD, RECOMPUTE
 from fastft.modules import attention, checkpointing
 from fastft.modules.state import state_of
 
@@ -63,7 +63,7 @@ class Counted:
         return MemoryState(held.now - host, self.peak)
 
 
-def counted_model():
+def counted_model(gated_mlp):
     """Weights are small beside activations, whose proportions are those of Qwen3-8B."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -72,7 +72,7 @@ def counted_model():
     )  # fmt: skip
     model = get_peft_model(Qwen3ForCausalLM(config), LoraConfig(r=1, target_modules="all-linear")).train()
     model.enable_input_require_grads()
-    patch_model(model)
+    patch_model(model, gated_mlp=gated_mlp)
     checkpointing.uninstall(model)
     counted = Counted(model)
     memory = ActivationMemory(RECOMPUTE, counted.machine(), smallest=1, budget=Budget(None))
@@ -99,13 +99,13 @@ def step(model, counted):
     return counted.state().peak
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["auto", False], ids=["", "stock MLP"])
 def measured(request):
     """What two steps tell of the model, and the least and the most memory that a step takes."""
     patch = pytest.MonkeyPatch()
     patch.setattr(attention, "varlen_attention", lambda q, k, v, *_, **__: SavesLikeFlashAttention.apply(q, k, v))
     request.addfinalizer(patch.undo)
-    model, memory, counted = counted_model()
+    model, memory, counted = counted_model(request.param)
     with counted.meter:
         plain = step(model, counted) - memory.planner._static
         for _ in range(2):
@@ -139,7 +139,8 @@ def test_a_last_layer_that_asks_for_nothing_has_what_is_leaving_beside_it(measur
     # So fast a layer, and so slow a bus, that only inputs leave and the last layer is run again.
     found = found._replace(forward_seconds=0.05, backward_seconds=0.075, can_tell=False, bandwidth=30.0 * INPUT)
     follow(model, memory, counted, found, make_plan(found, 0, TOKENS, 0).peak + room_beside_least * INPUT)
-    assert memory.plan.modes[-1] == RECOMPUTE and memory.plan.modes[0] == OFFLOAD
+    # Of a layer with a fused MLP all that is saved has room in forward, too.
+    assert memory.plan.modes[-1] == (KEEP if found.passing_bytes else RECOMPUTE) and memory.plan.modes[0] == OFFLOAD
 
 
 def follow(model, memory, counted, found, room):

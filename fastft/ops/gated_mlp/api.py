@@ -88,13 +88,13 @@ def gated_linear(
     Sources: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hu et al. 2021, https://arxiv.org/abs/2106.09685.
     """
     _check_halves(gate, up, activation)
-    layer = Projection(weight, bias, lora_A, lora_B, scaling)
-    _check_layer(gate, layer)
-    dtype = _compute_dtype(gate, layer)
+    _check_layer(gate, weight, bias, lora_A, lora_B)
+    dtype = _compute_dtype(gate, (weight, bias, lora_A, lora_B))
     if (impl == AUTO and torch.compiler.is_compiling()) or gate.numel() == 0:
         product = reference.gated_forward(gate, up, activation)
         y = F.linear(product, weight, bias)
         return y if lora_A is None or lora_B is None else y + F.linear(F.linear(product, lora_A), lora_B) * scaling
+    layer = Projection(weight, bias, lora_A, lora_B, scaling)
     return autograd.gated_linear(gate, up, activation, layer, dtype, kernels_for(gate.device, gate.dtype, impl))
 
 
@@ -147,15 +147,20 @@ def _check_halves(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None
         raise KernelInputError(f"gated_mlp: gate is on {gate.device}, up on {up.device}; move one to the other")
 
 
-def _check_layer(gate: torch.Tensor, layer: Projection) -> None:
-    weight, _, lora_A, lora_B, _ = layer
+def _check_layer(
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_A: torch.Tensor | None,
+    lora_B: torch.Tensor | None,
+) -> None:
     if (lora_A is None) != (lora_B is None):
         raise KernelInputError("gated_mlp: lora_A and lora_B go together; give both or neither")
     size = gate.shape[-1]
     out_features = weight.shape[0] if weight.ndim else 0
     rank = lora_A.shape[0] if lora_A is not None and lora_A.ndim else 0
     names, expected = Projection._fields, ((out_features, size), (out_features,), (rank, size), (out_features, rank))
-    for name, tensor, shape in zip(names, layer.tensors(), expected, strict=False):
+    for name, tensor, shape in zip(names, (weight, bias, lora_A, lora_B), expected, strict=False):
         if tensor is None:
             continue
         if tensor.shape != shape:
@@ -166,11 +171,11 @@ def _check_layer(gate: torch.Tensor, layer: Projection) -> None:
             raise KernelInputError(f"gated_mlp: gate is on {gate.device}, {name} on {tensor.device}; move one of them")
 
 
-def _compute_dtype(gate: torch.Tensor, layer: Projection) -> torch.dtype:
+def _compute_dtype(gate: torch.Tensor, parameters: tuple[torch.Tensor | None, ...]) -> torch.dtype:
     kind, dtype = gate.device.type, gate.dtype
     autocast = dtype in AUTOCAST_DTYPES and torch.is_autocast_enabled(kind)
     allowed = AUTOCAST_DTYPES if autocast else (dtype,)
-    for name, tensor in zip(Projection._fields, layer.tensors(), strict=False):
+    for name, tensor in zip(Projection._fields, parameters, strict=False):
         if tensor is not None and tensor.dtype not in allowed:
             hint = "fp64 cannot be mixed with autocast" if autocast else "use autocast, or cast one of them"
             raise KernelInputError(f"gated_mlp: gate has dtype {dtype}, {name} {tensor.dtype}; {hint}")

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from ..adapter_casts import AdapterCasts, cast
 from ..first_order import first_order
 from ..kept import KeptTensors
+from ..packed_weight import PackedWeight, unpacked
 from ..products import as_rows, in_shape, mm_to, scaled_mms, sum_mms, to_dtype
 
 # The inputs of _Projected before the trained parameters.
@@ -40,13 +41,13 @@ class Kernels(NamedTuple):
 class Projection(NamedTuple):
     """A linear layer, with a LoRA update or without: y = x W^T + b + scaling (x A^T) B^T."""
 
-    weight: torch.Tensor  # [N, I]
+    weight: torch.Tensor | PackedWeight  # [N, I]; a packed one is made once in forward and once in backward
     bias: torch.Tensor | None = None  # [N]
     lora_A: torch.Tensor | None = None  # [r, I]
     lora_B: torch.Tensor | None = None  # [N, r]
     scaling: float = 1.0
 
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+    def tensors(self) -> tuple[torch.Tensor | PackedWeight | None, ...]:
         return self[:4]
 
 
@@ -82,9 +83,10 @@ def gated_linear(
 ) -> torch.Tensor:
     """See `fastft.ops.gated_mlp.gated_linear`; dtype is the one to compute in, nothing checked, not empty."""
     product = _Gated.apply(gate, up, activation, kernels)
-    trained = [i for i, tensor in enumerate(layer.tensors()) if tensor is not None and tensor.requires_grad]
+    tensors = layer.tensors()
+    trained = [i for i, each in enumerate(tensors) if isinstance(each, torch.Tensor) and each.requires_grad]
     call = _Call(layer, dtype, casts, trained)
-    return _Projected.apply(product, product.grad_fn, call, *[layer.tensors()[place] for place in trained])
+    return _Projected.apply(product, product.grad_fn, call, *[tensors[place] for place in trained])
 
 
 class _Gated(torch.autograd.Function):
@@ -132,7 +134,7 @@ class _Projected(torch.autograd.Function):
         weight, bias, lora_A, lora_B, scaling = call.layer
         dtype, rows = call.dtype, as_rows(product, call.dtype)
         needs_weight, _, needs_A, needs_B = call.needs(ctx.needs_input_grad)
-        y = F.linear(rows, to_dtype(weight, dtype), bias if bias is None else to_dtype(bias, dtype))
+        y = F.linear(rows, unpacked(weight, dtype), bias if bias is None else to_dtype(bias, dtype))
         t, adapters = None, None
         if lora_A is not None and lora_B is not None:
             A, (B,) = (
@@ -148,7 +150,7 @@ class _Projected(torch.autograd.Function):
         ctx.save_for_backward(product if keeps_product else None, t if keeps_t else None)
         ctx.makes_t = needs_B and not keeps_t
         ctx.adapters = KeptTensors(adapters) if adapters is not None else None
-        ctx.weights = KeptTensors((weight,))
+        ctx.weights = KeptTensors((weight if isinstance(weight, torch.Tensor) else None,))
         ctx.set_materialize_grads(False)
         ctx.node, ctx.call, ctx.shape, ctx.product_dtype = node, call, product.shape, product.dtype
         return in_shape(y, product.shape[:-1])
@@ -174,14 +176,15 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_weight, needs_bias, needs_A, needs_B = call.needs(ctx.needs_input_grad)
     dy = as_rows(dy, dtype)
     in_place = not torch._C._len_torch_dispatch_stack()
-    (weight,) = ctx.weights.unchanged()
-    products = [(dy, to_dtype(weight, dtype))]
+    products = []
     if ctx.adapters is not None and (needs_product or needs_A or ctx.makes_t):
         A, B = ctx.adapters.unchanged()
         g = scaled_mms([(dy, B, layer.scaling)], in_place)
         products.append((g, A))
     dproduct = None
     if needs_product:
+        ctx.weights.unchanged()
+        products.insert(0, (dy, unpacked(layer.weight, dtype)))
         dproduct = to_dtype(sum_mms(products, in_place), ctx.product_dtype)
         if needs_A or needs_weight or ctx.makes_t:
             # What goes on to the node is not looked at there: its gradients are ready, and the memory is used again.

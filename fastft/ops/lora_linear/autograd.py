@@ -8,10 +8,12 @@ scaling is the alpha of the products t and g, which then serve both the tensors 
 B, so that it costs no kernel and no rounding. A group costs one product with A for all, and one autograd node.
 
 Saved are x and t. Weights, and A and B in the dtype computed in, are kept on the node itself (see `fastft.ops.kept`).
+A packed weight (of 4 bits) is made once in forward and once in backward, in memory that the next one is made in.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from ..adapter_casts import AdapterCasts, cast
 from ..first_order import first_order
 from ..kept import KeptTensors
+from ..packed_weight import PackedWeight, unpacked
 from ..products import as_rows, columns_of, common_dtype, in_shape, low_rank, mm_to, scaled_mms, sum_mms, to_dtype
 
 # The inputs of _LoRALinear before the trained parameters.
@@ -30,7 +33,7 @@ _LEADING = 2
 class _Group(NamedTuple):
     """A call apart from x. Only trained parameters are inputs of the Function as well: each input costs host time."""
 
-    weights: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor | PackedWeight]
     biases: Sequence[torch.Tensor | None]
     lora_As: Sequence[torch.Tensor]
     lora_Bs: Sequence[torch.Tensor]
@@ -49,7 +52,7 @@ class _Group(NamedTuple):
 
 def lora_linear_group(
     x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | PackedWeight],
     biases: Sequence[torch.Tensor | None],
     lora_As: Sequence[torch.Tensor],
     lora_Bs: Sequence[torch.Tensor],
@@ -59,7 +62,9 @@ def lora_linear_group(
 ) -> tuple[torch.Tensor, ...]:
     """See `fastft.ops.lora_linear.lora_linear_group`; dtype is the one to compute in, x not empty, nothing checked."""
     parameters = (*weights, *biases, *lora_As, *lora_Bs)
-    trained = [place for place, tensor in enumerate(parameters) if tensor is not None and tensor.requires_grad]
+    trained = [
+        place for place, tensor in enumerate(parameters) if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
     group = _Group(weights, biases, lora_As, lora_Bs, scalings, dtype, casts, trained)
     return _LoRALinear.apply(x, group, *[parameters[place] for place in trained])
 
@@ -76,7 +81,7 @@ class _LoRALinear(torch.autograd.Function):
         t = low_rank(rows, A, ranks, scalings, in_place)
         lead, outputs = x.shape[:-1], []
         for weight, bias, B, part in zip(weights, biases, Bs, columns_of(t, ranks), strict=True):
-            y = F.linear(rows, to_dtype(weight, dtype), bias if bias is None else to_dtype(bias, dtype))
+            y = F.linear(rows, unpacked(weight, dtype), bias if bias is None else to_dtype(bias, dtype))
             y = y.addmm_(part, B.t()) if in_place else torch.addmm(y, part, B.t())
             outputs.append(in_shape(y, lead))
 
@@ -84,7 +89,7 @@ class _LoRALinear(torch.autograd.Function):
         needs_weight, _, needs_A, needs_B = map(any, group.needs(ctx.needs_input_grad))
         ctx.save_for_backward(x if needs_A or needs_weight else None, t if needs_B else None)
         ctx.adapters = KeptTensors((A, *Bs)) if needs_x or needs_A else None
-        ctx.weights = KeptTensors(weights) if needs_x else None
+        ctx.weights = KeptTensors([weight if isinstance(weight, torch.Tensor) else None for weight in weights])
         ctx.set_materialize_grads(False)
         ctx.group, ctx.ranks = group, ranks
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -120,11 +125,12 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
         A, *Bs = ctx.adapters.unchanged()
         g = scaled_mms([(dy, Bs[i], group.scalings[i]) for i, dy in used], in_place)
         if needs_x:
-            weights = ctx.weights.unchanged()
+            ctx.weights.unchanged()
             if len(used) < count:
                 parts = torch.split_with_sizes(A, ctx.ranks)
                 A = torch.cat([parts[i] for i, _ in used])
-            dx = sum_mms([*((dy, to_dtype(weights[i], dtype)) for i, dy in used), (g, A)], in_place)
+            weights = ((dy, unpacked(group.weights[i], dtype)) for i, dy in used)
+            dx = sum_mms(itertools.chain(weights, [(g, A)]), in_place)
             dx = to_dtype(dx, ctx.x_dtype).view(ctx.x_shape)
     if needs_any_A or any(needs_weight):
         rows = as_rows(x, dtype)

@@ -1,7 +1,7 @@
 """Mixture of experts: the order in which tokens go to experts, and what these compute."""
 
 from .api import experts, is_aligned, resolve, sort_by_expert, sort_verdicts, verdicts
-from .experts import ExpertAdapter, ExpertWeights, PackedWeight
+from .experts import ExpertAdapter, ExpertWeights
 from .gate import Gate
 from .order import ExpertOrder
 
@@ -10,7 +10,6 @@ __all__ = [
     "ExpertOrder",
     "ExpertWeights",
     "Gate",
-    "PackedWeight",
     "experts",
     "is_aligned",
     "resolve",

@@ -8,9 +8,10 @@ import torch
 
 from ...capability import GPUCapability, Verdict, probe
 from ...errors import KernelInputError
+from ..packed_weight import PackedWeight
 from ..selection import AUTO, Choice, select
 from . import products, reference
-from .experts import ExpertAdapter, ExpertWeights, PackedWeight, Pieces, Run, Setup, run_experts
+from .experts import ExpertAdapter, ExpertWeights, Pieces, Run, Setup, run_experts
 from .gate import Gate
 from .order import ExpertOrder
 

@@ -22,24 +22,10 @@ import torch
 
 from ..first_order import first_order
 from ..kept import KeptTensors
+from ..packed_weight import PackedWeight
 from .gate import Gate
 from .order import ExpertOrder
 from .products import Products
-
-
-class PackedWeight(NamedTuple):
-    """A frozen weight that is made when it is needed, and once more for backward: one of 4 bits.
-
-    Attributes:
-        make: the weight, in memory that the next one may be made in.
-        shape, dtype: of what it makes.
-        device: where.
-    """
-
-    make: Callable[[], torch.Tensor]
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
 
 class ExpertWeights(NamedTuple):
