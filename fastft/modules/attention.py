@@ -20,17 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import FastftError, PackingError
 from ..ops.attention import resolve, varlen_attention
-from ..ops.rope import in_place_verdict, rope_qk, rope_qk_
 from ..packing import PackedSequences
 from .chunked import sequences_seen_by, with_temperature_of_documents
 from .dynamo import treat_as_constants
 from .names import NAME, ImplementationName
 from .projection import project
-from .state import ATTRIBUTE, ModelState, ModuleState, state_of
-
-# Rotating in place moves as many bytes as rotating into new memory, and is no faster (H200, 4096 tokens of 32 + 8 heads
-# x 128: 25.0 us against 24.2 forward). It pays in memory, for long batches.
-_IN_PLACE_BYTES = 256 * 2**20
+from .rotary import normalise_and_rotate, split_heads
+from .state import ATTRIBUTE, ModelState, state_of
 
 
 class AttentionName(ImplementationName):
@@ -254,16 +250,16 @@ def forward(
     head_dim = self.head_dim
     tape = shared.tape
     q, k, v = project(shared, (self.q_proj, self.k_proj, self.v_proj), hidden_states)
-    normalise_and_rotate = functools.partial(_normalise_and_rotate, self, state, position_embeddings)
+    rotate = functools.partial(normalise_and_rotate, self, state, position_embeddings)
     if tape is not None and family.qk_norm and not (self.q_norm._forward_hooks or self.k_norm._forward_hooks):
         # Backward of the norms needs q and k as they are here, and those after their rotation are cheap to have again.
         for x in (q, k, v):
             tape.root(x, "qkv")
-        rotated = normalise_and_rotate(q, k)
-        tape.made(rotated, "rotated", normalise_and_rotate, q, k)
+        rotated = rotate(q, k)
+        tape.made(rotated, "rotated", rotate, q, k)
         q, k = rotated
     else:
-        q, k = normalise_and_rotate(q, k)
+        q, k = rotate(q, k)
     if tape is not None:
         for x in (q, k, v):
             tape.root(x, "attention input")
@@ -276,7 +272,7 @@ def forward(
     )
     out, weights = attend(
         self,
-        *(_split_heads(x, head_dim).transpose(1, 2) for x in (q, k, v)),
+        *(split_heads(x, head_dim).transpose(1, 2) for x in (q, k, v)),
         attention_mask,
         dropout=self.attention_dropout if self.training else 0.0,
         scaling=self.scaling,
@@ -285,60 +281,3 @@ def forward(
     if tape is not None:
         tape.root(out, "attention")
     return project(shared, (self.o_proj,), out.flatten(2))[0], weights
-
-
-def _normalise_and_rotate(
-    module: Any,
-    state: ModuleState,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    family = state.family
-    assert family is not None
-    if family.qk_norm:
-        q, k = (
-            module.q_norm(_split_heads(q, module.head_dim)),
-            module.k_norm(_split_heads(k, module.head_dim)),
-        )
-    return _rotate(module, state.shared, family.rope_layout, q, k, position_embeddings)
-
-
-def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[B, L, H * D] or [B, L, H, D] to [B, L, H, D]; no size is left to infer, so that L may be zero."""
-    return x if x.ndim == 4 else x.view(*x.shape[:2], x.shape[2] // head_dim, head_dim)
-
-
-def _in_place(module: Any, shared: ModelState, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether to rotate q and k where they lie: if it is wanted and provably safe."""
-    wanted = shared.config.rope_in_place
-    if wanted is False or (wanted == "auto" and q.nbytes + k.nbytes < _IN_PLACE_BYTES):
-        return False
-    verdict = in_place_verdict(q, module.q_proj) and in_place_verdict(k, module.k_proj)
-    if not verdict and wanted is True:
-        shared.counters[f"rope in place refused: {verdict.reason}"] += 1
-    return bool(verdict)
-
-
-def _rotate(
-    module: Any,
-    shared: ModelState,
-    layout: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = position_embeddings
-    head_dim = module.head_dim
-    if shared.config.rope is False:
-        apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-        q, k = (_split_heads(x, head_dim).transpose(1, 2) for x in (q, k))
-        return tuple(x.transpose(1, 2) for x in apply(q, k, cos, sin))
-    shared.counters["rope"] += 1
-    half = cos.shape[-1] // 2  # transformers repeats the angles for the second half of a head
-    cos, sin = cos[..., :half], sin[..., :half]
-    flat = head_dim if q.ndim == 3 else None
-    if _in_place(module, shared, q, k):
-        shared.counters["rope in place"] += 1
-        return rope_qk_(q, k, cos, sin, head_dim=flat, layout=layout, impl=shared.config.rope)
-    return rope_qk(q, k, cos, sin, head_dim=flat, layout=layout, impl=shared.config.rope)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from ..ops.rms_norm import rms_norm
-from .state import ATTRIBUTE
+from .projection import has_global_hooks, is_intercepted
+from .state import ATTRIBUTE, state_of
 
 
 def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -18,20 +18,35 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return type(self).forward(self, hidden_states)
-    state = self.__dict__[ATTRIBUTE]
-    shared, family = state.shared, state.family
+    shared = self.__dict__[ATTRIBUTE].shared
     shared.counters["rms_norm"] += 1
-    normalise = functools.partial(
-        rms_norm,
-        weight=self.weight,
-        eps=getattr(self, family.rms_norm_eps),
-        rounding=family.rms_norm_rounding,
-        impl=shared.config.rms_norm,
-    )
-    tape = shared.tape
+    tape, options = shared.tape, options_of(self)
     if tape is None:
-        return normalise(hidden_states)
+        return rms_norm(hidden_states, **options)
     tape.root(hidden_states, "residual")
-    normalised = normalise(hidden_states)
-    tape.made(normalised, "norm", normalise, hidden_states)
+    normalised = rms_norm(hidden_states, **options)
+    tape.made(normalised, "norm", lambda x: rms_norm(x, **options), hidden_states)
     return normalised
+
+
+def options_of(module: Any) -> dict[str, Any]:
+    """What `rms_norm` needs of a patched norm besides its input."""
+    state = module.__dict__[ATTRIBUTE]
+    family = state.family
+    return {
+        "weight": module.weight,
+        "eps": getattr(module, family.rms_norm_eps),
+        "rounding": family.rms_norm_rounding,
+        "impl": state.shared.config.rms_norm,
+    }
+
+
+def why_not_within(module: Any) -> str:
+    """Why a norm has to be called by itself, rather than be computed within another op; "" if it may be."""
+    state = state_of(module)
+    own = dict(module.__dict__)
+    if state is None or getattr(own.pop("forward", None), "__func__", None) is not forward:
+        return "the norm's forward is not fastft's"
+    if is_intercepted((own,)) or has_global_hooks():
+        return "the norm has a hook, or was compiled"
+    return ""

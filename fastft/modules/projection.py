@@ -64,7 +64,7 @@ def why_not_gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -
     """Why the product of an activation and a second half is left to torch, or ""."""
     if activation_of(activation) is None:
         return f"the activation is a {type(activation).__name__}"
-    if _has_global_hooks() or is_intercepted((activation.__dict__,)):
+    if has_global_hooks() or is_intercepted((activation.__dict__,)):
         return "a hook wants to see the activation"
     if torch._C._functorch.is_functorch_wrapped_tensor(gate):
         return "torch.func transforms the model"
@@ -79,7 +79,7 @@ def _plain_linear(module: nn.Module, x: torch.Tensor) -> tuple[nn.Parameter, nn.
     """Weight and bias if F.linear, under the autocast of the moment, is all that module(x) does, or why it is not."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"
-    if _has_global_hooks() or is_intercepted((module.__dict__,)):
+    if has_global_hooks() or is_intercepted((module.__dict__,)):
         return "it has hooks or a forward of its own"
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
@@ -96,13 +96,13 @@ def _plain_linear(module: nn.Module, x: torch.Tensor) -> tuple[nn.Parameter, nn.
 
 def is_repeatable(projections: tuple[nn.Module, ...]) -> bool:
     """Whether the projections give the same values when they are called again: no dropout, no code of others."""
-    return not _has_global_hooks() and all(map(_is_repeatable, projections))
+    return not has_global_hooks() and all(map(_is_repeatable, projections))
 
 
 def is_repeatable_activation(activation: Any) -> bool:
     """Whether an activation is one that is known to draw no random numbers, with no code of others."""
     known = type(activation).__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    return known and type(activation) is not nn.RReLU and not _has_global_hooks() and not _is_changed(activation)
+    return known and type(activation) is not nn.RReLU and not has_global_hooks() and not _is_changed(activation)
 
 
 def _is_repeatable(projection: nn.Module) -> bool:
@@ -135,5 +135,5 @@ def is_intercepted(states: tuple[dict[str, Any], ...]) -> bool:
     return False
 
 
-def _has_global_hooks() -> bool:
+def has_global_hooks() -> bool:
     return bool(nn_module._has_any_global_hook())

@@ -300,3 +300,24 @@ def test_another_implementation_chosen_later_is_obeyed():
     batch = inputs(LENGTHS, "position_ids")
     assert torch.equal(model(**batch, use_cache=False).logits, stock(**batch, use_cache=False).logits)
     assert attention_calls(model) == 0
+
+
+def test_norms_and_rotation_in_one_kernel():
+    """Asked for by name: without a GPU the kernels run in the interpreter."""
+    _, apart = pair("qwen3")
+    _, model = pair("qwen3", rope="triton", rms_norm="triton")
+    model.load_state_dict(apart.state_dict())
+    results = []
+    for each in (apart, model):
+        loss = each.train()(**inputs(LENGTHS, "position_ids"), labels=inputs(LENGTHS, "position_ids")["input_ids"]).loss
+        loss.backward()
+        results.append({"loss": loss.detach(), **{name: p.grad for name, p in each.named_parameters()}})
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5)
+    found = counters(model)
+    assert found["q and k normalised and rotated in one kernel"] == found["rope"] == LAYERS
+    assert found["rms_norm"] == 4 * LAYERS + 1
+    seen = []
+    model.model.layers[0].self_attn.k_norm.register_forward_hook(lambda *args: seen.append(1))
+    model(**inputs(LENGTHS, "position_ids"))
+    assert seen and counters(model)["q and k normalised and rotated in one kernel"] == 2 * LAYERS - 1
