@@ -53,7 +53,7 @@ def _gated_forward_kernel(
     row, column, mask = _tile(tl.program_id(0), num_rows, I, ROWS, COLUMNS)
     gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + column, mask=mask, other=0.0).to(tl.float32)
-    product, _, _ = activate(gate, up, ACTIVATION, 0.0, 0.0)
+    product, _, _ = activate(gate, up, ACTIVATION, 0.0, 0.0, gate_ptr.dtype.element_ty == tl.float32)
     tl.store(product_ptr + row * I + column, product.to(product_ptr.dtype.element_ty), mask=mask)
 
 
@@ -78,7 +78,7 @@ def _gated_backward_kernel(
     grad = tl.load(grad_ptr + row * grad_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + column, mask=mask, other=0.0).to(tl.float32)
-    product, by_gate, by_up = activate(gate, up, ACTIVATION, 0.0, 0.0)
+    product, by_gate, by_up = activate(gate, up, ACTIVATION, 0.0, 0.0, gate_ptr.dtype.element_ty == tl.float32)
     place = row * I + column
     tl.store(grad_gate_ptr + place, (grad * by_gate).to(grad_gate_ptr.dtype.element_ty), mask=mask)
     tl.store(grad_up_ptr + place, (grad * by_up).to(grad_up_ptr.dtype.element_ty), mask=mask)

@@ -99,7 +99,7 @@ def _gate_forward_kernel(
             bias_g, bias_u = _load_halves(bias_ptr, first, expert, exists, I, COLUMNS, INTERLEAVED)
             g += bias_g
             u += bias_u
-        activation, _, _ = activate(g, u, ACTIVATION, ALPHA, LIMIT)
+        activation, _, _ = activate(g, u, ACTIVATION, ALPHA, LIMIT, pre_ptr.dtype.element_ty == tl.float32)
         tl.store(out_ptr + row[:, None] * I + column[None, :], activation, mask=mask)
 
 
@@ -148,7 +148,7 @@ def _gate_backward_kernel(
             g += bias_g
             u += bias_u
         grad = tl.load(grad_ptr + narrow, mask=mask, other=0).to(tl.float32)
-        activation, by_g, by_u = activate(g, u, ACTIVATION, ALPHA, LIMIT)
+        activation, by_g, by_u = activate(g, u, ACTIVATION, ALPHA, LIMIT, pre_ptr.dtype.element_ty == tl.float32)
         product += tl.sum(tl.where(mask, activation * grad, 0.0), axis=1)
         grad *= weight[:, None]
         _store_halves(grad_pre_ptr, by_g * grad, by_u * grad, first, row, exists, I, COLUMNS, INTERLEAVED)
