@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -29,7 +31,8 @@ def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) 
     Raises:
         UnsupportedOptionError: `requested` is unknown, or cannot run there.
     """
-    weight = next(module.parameters(), None)
+    owner: Any = module
+    weight = next((owner.post_attention_layernorm if op == "add_rms_norm" else owner).parameters(), None)
     device = weight.device if weight is not None else torch.device("cpu")
     dtype = weight.dtype if weight is not None and weight.dtype.is_floating_point else torch.bfloat16
     if op == "lora":
@@ -40,7 +43,7 @@ def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) 
     if device.type == "meta":
         return Choice(requested, "decided when the weights have a device")
     capability = probe(device)
-    if op == "rms_norm":
+    if op in ("rms_norm", "add_rms_norm"):
         size = weight.shape[-1] if weight is not None else 0
         return select(op, requested, rms_norm_op.verdicts(capability, dtype, hidden_size=size, weight_dtype=dtype))
     if op == "rope":

@@ -30,6 +30,8 @@ class PatchConfig:
             long that the memory counts, False never. The results are the same. Under True the report counts refusals
             with their reasons.
         rms_norm: "triton", "reference".
+        add_rms_norm: "auto" adds a residual in the pass of the norm behind it, in decoder layers whose forward is the
+            usual one, by the implementation of rms_norm. Such a layer gets a subclass of its class, of the same name.
         gated_mlp: "triton", "reference". The product of the activated gate and the other half is made in one pass, and
             not kept for backward where the projection behind it is a plain linear layer or has a fused adapter.
         experts: who multiplies in the experts of sparse layers: "grouped_mm" (PyTorch's), "triton", "loop",
@@ -60,6 +62,7 @@ class PatchConfig:
     rope: str | Literal[False] = "auto"
     rope_in_place: str | bool = "auto"
     rms_norm: str | Literal[False] = "auto"
+    add_rms_norm: str | Literal[False] = "auto"
     gated_mlp: str | Literal[False] = "auto"
     experts: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
@@ -78,6 +81,8 @@ class PatchConfig:
                 raise UnsupportedOptionError(
                     f"{field.name}={value!r} is not an option; give 'auto', the name of an implementation, or False"
                 )
+        if self.add_rms_norm not in ("auto", False):
+            raise UnsupportedOptionError(f"add_rms_norm={self.add_rms_norm!r} is not an option; give 'auto' or False")
         if self.packing not in ("auto", False):
             raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
         if self.checkpointing not in ("auto", "selective", "offload", "recompute", False):

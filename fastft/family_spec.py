@@ -14,6 +14,7 @@ class FamilySpec:
         name: the family, as reports call it.
         module: the transformers module that holds the classes.
         backbone: the class that turns tokens into hidden states, and takes `packed_sequences` in its kwargs.
+        decoder_layer: the class in which the sum after attention may be fused with the norm that follows, or None.
         attention: the class with q_proj, k_proj, v_proj, o_proj, head_dim and scaling.
         mlp: the class computing down_proj(act_fn(gate_proj(x)) * up_proj(x)), of dense layers and shared experts alike;
             None if every layer is sparse. Experts need no mention: they are found by transformers' experts interface.
@@ -29,6 +30,7 @@ class FamilySpec:
     name: str
     module: str
     backbone: str
+    decoder_layer: str | None = None
     attention: str
     mlp: str | None
     rms_norm: str

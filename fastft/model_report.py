@@ -48,7 +48,7 @@ class Report:
     def __str__(self) -> str:
         lines = [self.summary()]
         for op, what, impl, count, reason in self.rows():
-            lines.append(f"  {op:<10} {what:<8} {impl:<10} x{count:<4} {reason}")
+            lines.append(f"  {op:<12} {what:<8} {impl:<10} x{count:<4} {reason}")
         if self.memory is not None:
             lines += [f"  {line}" for line in str(self.memory).splitlines()]
         lines.append(

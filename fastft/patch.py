@@ -80,9 +80,12 @@ def unpatch_model(model: ModelT) -> ModelT:
     """
     target = _target(model)
     _refuse_buried_forwards(target)
+    from .modules import decoder
+
     states = _shared_states(target)
     _uninstall_memory(target)
     for module in target.modules():
+        decoder.unfuse(module)
         _remove_hooks(module)
         if ATTRIBUTE in module.__dict__:
             _unbind(module)
@@ -142,6 +145,10 @@ def _why_not_in_effect(module: nn.Module, op: str) -> str:
         experts = peft_experts.wrapped_experts(module)
         adopted = experts is not None and state_of(experts) is not None
         return "" if adopted else "added after patching; call patch_model again"
+    if op == "add_rms_norm":
+        from .modules.decoder import FusedLayer
+
+        return "" if isinstance(module, FusedLayer) else "its class was put back; call patch_model again"
     if op in ("packing", "attention", "experts"):
         config: Any = module.config
         name = config._experts_implementation if op == "experts" else config._attn_implementation
@@ -199,6 +206,10 @@ def _is_bound_so(module: nn.Module, binding: Binding) -> bool:
         return False
     if binding.bind_forward and "forward" not in module.__dict__:
         return False
+    if binding.kind == "decoder_layer":
+        from .modules.decoder import FusedLayer
+
+        return isinstance(module, FusedLayer)
     return binding.kind not in ("backbone", "experts") or _is_selected(module, binding.kind)
 
 
@@ -270,7 +281,7 @@ def _unbind(module: nn.Module) -> None:
 
 
 def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
-    from .modules import attention, backbone, checkpointing, experts, guard, heads
+    from .modules import attention, backbone, checkpointing, decoder, experts, guard, heads
 
     shared = ModelState(config)
     # A model that fastft has no part in is left as it is, unless it was asked for.
@@ -310,6 +321,8 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         module.__dict__[ATTRIBUTE] = ModuleState(
             shared, binding.kind, binding.family, names, binding.bind_forward, binding.rules
         )
+        if binding.kind == "decoder_layer":
+            decoder.fuse(module)
         if binding.bind_forward:
             module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
     if shared.memory is not None:  # last: it asks which modules of a layer tell what they make

@@ -22,6 +22,7 @@ from .integrations.bitsandbytes import FourBitWeights
 from .integrations.peft_experts import is_wrapper, wrapped_experts
 from .isolation import mixers
 from .memory.machine import offload_verdict
+from .modules import decoder
 from .modules.activation import activation_of
 from .modules.expert_layout import asks_interface, inherits_interface, why_not_experts
 from .modules.names import NAME
@@ -60,8 +61,8 @@ class Binding:
     """A module that will carry fastft's state, and the forward to bind onto it if any."""
 
     fqn: str
-    kind: str  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm", "experts",
-    # "expert_adapter"
+    kind: str  # "head", "backbone", "guard", "head_guard", "decoder_layer", "attention", "mlp", "rms_norm",
+    # "experts", "expert_adapter"
     family: FamilySpec | None
     bind_forward: bool
     rules: BackboneRules | None = None  # of a backbone or guard
@@ -109,6 +110,7 @@ class _Planner:
         self.bindings: list[Binding] = []
         self.replaced: list[Replacement] = []
         self.skipped: list[Skipped] = []
+        self.layers: list[tuple[str, nn.Module, FamilySpec, bool]] = []
         self.backbones = _backbones(model, config)  # name -> (family, why it is not packed)
         self.interface_attention = {  # modules below packed backbones that ask transformers' AttentionInterface
             f"{fqn}.{inner}".strip(".")
@@ -120,8 +122,10 @@ class _Planner:
     def visit(self, fqn: str, module: nn.Module, taken: bool) -> None:
         if fqn in self.backbones:
             self._backbone(fqn, module)
-        role = role_of(type(module))
-        if role is not None and role.kind != "backbone":
+        role = role_of(decoder.layer_class(module))
+        if role is not None and role.kind == "decoder_layer":
+            self.layers.append((fqn, module, role.family, taken))
+        elif role is not None and role.kind != "backbone":
             self._known(fqn, module, role.kind, role.family, taken)
         elif fqn in self.interface_attention:
             self._replace(fqn, "attention", module, None)
@@ -135,11 +139,15 @@ class _Planner:
 
     def finish(self) -> None:
         """Accounts for the ops that no module has, and refuses what was named explicitly and left out."""
+        self._layers()
         seen = {item.op for item in self.replaced} | {item.op for item in self.skipped}
-        for op in ("packing", "attention", "rope", "rms_norm", "gated_mlp", "lora"):
+        for op in ("packing", "attention", "rope", "rms_norm", "add_rms_norm", "gated_mlp", "lora"):
             if op not in seen:
                 off = getattr(self.config, op) is False
-                self._skip("", op, f"{op}=False" if off else f"{self.name} belongs to no family that fastft knows")
+                unknown = f"{self.name} belongs to no family that fastft knows"
+                if op == "add_rms_norm" and "rms_norm" in seen:
+                    unknown = f"{self.name} has no decoder layers of a class that fastft fuses"
+                self._skip("", op, f"{op}=False" if off else unknown)
         if "experts" not in seen and self.config.experts not in (AUTO, False):
             self._skip("", "experts", f"nothing in {self.name} asks transformers' experts interface")
         for left in self.skipped if self.strict else ():
@@ -151,6 +159,19 @@ class _Planner:
                     f"use {left.op}='auto' or {left.op}=False"
                 )
         self._checkpointing()
+
+    def _layers(self) -> None:
+        """All of a model's layers or none: FSDP wraps those that are of the class which it finds first by its name."""
+        problems = [decoder.why_not_fusable(decoder.layer_class(module)) for _, module, _, _ in self.layers]
+        if self.config.rms_norm is False:
+            problems.append("rms_norm=False")
+        if any(taken for *_, taken in self.layers):
+            problems.append("something else replaced a layer's forward already (accelerate's device hooks do)")
+        problem = next(filter(None, problems), "")
+        for fqn, module, family, _ in self.layers:
+            self._decide(fqn, "add_rms_norm", module, family, problem)
+            if not problem and self.config.add_rms_norm is not False:
+                self.bindings.append(Binding(fqn, "decoder_layer", family, False))
 
     def _checkpointing(self) -> None:
         """Not refused where it cannot be honoured: the model may move to its GPU after patching."""
@@ -275,7 +296,7 @@ class _Planner:
             self._replace(fqn, op, module, family)
 
     def _replace(self, fqn: str, op: str, module: nn.Module, family: FamilySpec | None) -> None:
-        requested = getattr(self.config, op)
+        requested = getattr(self.config, "rms_norm" if op == "add_rms_norm" else op)
         try:
             choice = choose(op, requested, module, self.read_packed)
         except UnsupportedOptionError as error:

@@ -32,7 +32,7 @@ def _roles() -> dict[tuple[str, str], Role]:
     return {
         (family.module, name): Role(family, kind)
         for family in FAMILIES
-        for kind in ("backbone", "attention", "mlp", "rms_norm")
+        for kind in ("backbone", "decoder_layer", "attention", "mlp", "rms_norm")
         if (name := getattr(family, kind)) is not None
     }
 

@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="llama",
     module="transformers.models.llama.modeling_llama",
     backbone="LlamaModel",
+    decoder_layer="LlamaDecoderLayer",
     attention="LlamaAttention",
     mlp="LlamaMLP",
     rms_norm="LlamaRMSNorm",

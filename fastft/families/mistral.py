@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="mistral",
     module="transformers.models.mistral.modeling_mistral",
     backbone="MistralModel",
+    decoder_layer="MistralDecoderLayer",
     attention="MistralAttention",
     mlp="MistralMLP",
     rms_norm="MistralRMSNorm",

@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="mixtral",
     module="transformers.models.mixtral.modeling_mixtral",
     backbone="MixtralModel",
+    decoder_layer="MixtralDecoderLayer",
     attention="MixtralAttention",
     mlp=None,
     rms_norm="MixtralRMSNorm",

@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="qwen2",
     module="transformers.models.qwen2.modeling_qwen2",
     backbone="Qwen2Model",
+    decoder_layer="Qwen2DecoderLayer",
     attention="Qwen2Attention",
     mlp="Qwen2MLP",
     rms_norm="Qwen2RMSNorm",

@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="qwen2_moe",
     module="transformers.models.qwen2_moe.modeling_qwen2_moe",
     backbone="Qwen2MoeModel",
+    decoder_layer="Qwen2MoeDecoderLayer",
     attention="Qwen2MoeAttention",
     mlp="Qwen2MoeMLP",
     rms_norm="Qwen2MoeRMSNorm",

@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="qwen3",
     module="transformers.models.qwen3.modeling_qwen3",
     backbone="Qwen3Model",
+    decoder_layer="Qwen3DecoderLayer",
     attention="Qwen3Attention",
     mlp="Qwen3MLP",
     rms_norm="Qwen3RMSNorm",

@@ -8,6 +8,7 @@ SPEC = FamilySpec(
     name="qwen3_moe",
     module="transformers.models.qwen3_moe.modeling_qwen3_moe",
     backbone="Qwen3MoeModel",
+    decoder_layer="Qwen3MoeDecoderLayer",
     attention="Qwen3MoeAttention",
     mlp="Qwen3MoeMLP",
     rms_norm="Qwen3MoeRMSNorm",

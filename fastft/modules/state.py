@@ -94,8 +94,8 @@ class ModuleState:
         rules: BackboneRules | None = None,
     ) -> None:
         self.shared = shared
-        self.kind = kind  # "head", "backbone", "guard", "head_guard", "attention", "mlp", "rms_norm", "experts",
-        # "expert_adapter"
+        self.kind = kind  # "head", "backbone", "guard", "head_guard", "decoder_layer", "attention", "mlp", "rms_norm",
+        # "experts", "expert_adapter"
         self.family = family
         self.parameter_names = parameter_names  # of the forward of a head, backbone or guard, in order
         self.bound = bound  # whether a forward of fastft was bound onto the module

@@ -161,6 +161,7 @@ def test_what_runs_in_one_forward(family):
     assert found == {
         "rms_norm": norms,
         "rope": LAYERS,
+        "add_rms_norm": LAYERS,
         "gated_mlp": LAYERS,
         "attention: sdpa": LAYERS,
         "batches: packed, positions restart": 1,

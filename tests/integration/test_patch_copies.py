@@ -112,4 +112,11 @@ def test_accelerate_finds_the_layers_by_their_class_names() -> None:
     expected = {name: get_module_class_from_name(model, name) for name in names}
     assert expected and None not in expected.values()
     fastft.patch_model(model)
+    for name, cls in expected.items():
+        found = get_module_class_from_name(model, name)
+        assert found.__name__ == cls.__name__ and issubclass(found, cls)
+        # FSDP wraps the instances of what is found: every layer has to be one.
+        wrapped = [module for module in model.modules() if isinstance(module, found)]
+        assert wrapped == [module for module in model.modules() if isinstance(module, cls)] != []
+    fastft.unpatch_model(model)
     assert {name: get_module_class_from_name(model, name) for name in names} == expected

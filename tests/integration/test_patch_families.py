@@ -77,7 +77,7 @@ def test_an_unknown_family_gets_what_transformers_interfaces_offer(family: str) 
     report = fastft.report(model)
     offered = {"packing", "attention"} | ({"experts"} if "num_experts_per_tok" in _PACKED[family] else set())
     assert {item.op for item in report.replaced} == offered
-    assert {item.op for item in report.skipped} == {"rope", "rms_norm", "gated_mlp", "lora"}
+    assert {item.op for item in report.skipped} == {"rope", "rms_norm", "add_rms_norm", "gated_mlp", "lora"}
     name = type(model).__name__
     assert {item.reason for item in report.skipped} == {f"{name} belongs to no family that fastft knows"}
     assert all("family unknown" in item.reason for item in report.replaced if item.op == "attention")
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_packed_is_left_alone_with_the_reason(family: str
     report = fastft.report(model)
     assert not report.replaced
     reasons = {item.op: item.reason for item in report.skipped}
-    assert reasons.keys() == {"packing", "attention", "rope", "rms_norm", "gated_mlp", "lora"}
+    assert reasons.keys() == {"packing", "attention", "rope", "rms_norm", "add_rms_norm", "gated_mlp", "lora"}
     assert reason in reasons["attention"] and reasons["packing"].startswith(f"{reasons['attention']}; ")
     assert torch.equal(model(rows()).logits, expected)
     model.train()(rows()).logits.sum().backward()

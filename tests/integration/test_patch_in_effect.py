@@ -59,7 +59,7 @@ def test_a_layer_appended_after_patching():
     model.model.layers.append(tiny_model("llama").model.layers[0])
     added = {key: reason for key, reason in skipped_reasons(model).items() if "added after patching" in reason}
     ops = [op for fqn, op in added if fqn.startswith("model.layers.2")]
-    assert len(ops) == len(added) and set(ops) == {"attention", "rope", "rms_norm", "gated_mlp", "lora"}
+    assert len(ops) == len(added) and set(ops) == {"attention", "rope", "rms_norm", "add_rms_norm", "gated_mlp", "lora"}
     assert not any(item.fqn.startswith("model.layers.2") for item in fastft.report(model).replaced)
     fastft.patch_model(model)
     assert not skipped_reasons(model)

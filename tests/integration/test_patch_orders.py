@@ -56,7 +56,7 @@ def test_the_same_modules_are_patched_before_and_after(step: str) -> None:
     assert fastft.patch_model(after) is after
     assert _patched(before) == _patched(after) == _patched(fastft.patch_model(tiny_model("qwen3")))
     # The whole, its backbone, 2 layers (attention, MLP, 4 norms), the last norm.
-    assert len(_patched(after)) == 2 + 2 * 6 + 1
+    assert len(_patched(after)) == 2 + 2 * 7 + 1
     for model in (before, after):
         report = fastft.report(model)
         assert {item.op for item in report.replaced} >= {"packing", "attention", "rope", "rms_norm"}

@@ -51,7 +51,10 @@ def test_summary_rows_and_text_agree() -> None:
     text = str(report)
     assert report.summary() in text and "rope=False" in text
     train_step(model)
-    assert re.search(r"since then: attention: sdpa 2, batches: packed, positions restart 1", str(fastft.report(model)))
+    assert re.search(
+        r"since then: add_rms_norm 2, attention: sdpa 2, batches: packed, positions restart 1",
+        str(fastft.report(model)),
+    )
     assert not report.counters  # what was reported does not change later
 
 

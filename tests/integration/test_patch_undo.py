@@ -39,6 +39,13 @@ def test_classes_and_state_dict_stay_while_patched() -> None:
     model = tiny_model("qwen3")
     classes = [type(module) for module in model.modules()]
     fastft.patch_model(model)
+    for module, cls in zip(model.modules(), classes, strict=True):
+        if cls.__name__ == "Qwen3DecoderLayer":  # a subclass that goes by the same name
+            assert isinstance(module, cls) and type(module) is not cls
+            assert (type(module).__module__, type(module).__qualname__) == (cls.__module__, cls.__qualname__)
+        else:
+            assert type(module) is cls
+    fastft.unpatch_model(model)
     assert [type(module) for module in model.modules()] == classes
 
 

@@ -1,7 +1,7 @@
-"""RMSNorm in the three rounding orders that Hugging Face models use."""
+"""RMSNorm in the three rounding orders that Hugging Face models use, alone or after the addition of a residual."""
 
 from __future__ import annotations
 
-from .api import rms_norm, verdicts
+from .api import add_rms_norm, add_verdicts, rms_norm, verdicts
 
-__all__ = ["rms_norm", "verdicts"]
+__all__ = ["add_rms_norm", "add_verdicts", "rms_norm", "verdicts"]

@@ -19,3 +19,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding:
     if rounding == "fp32_weight":
         return (weight * x_hat).to(x.dtype)
     return (x_hat * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add, and normalise the sum; see `fastft.ops.rms_norm.add_rms_norm`."""
+    h = residual + x
+    return h, rms_norm(h, weight, eps, rounding)

@@ -7,9 +7,13 @@
     dx     = rstd * (g - x_hat * mean(g * x_hat))      g = dy * weight, or dy * (1 + weight); one rounding
     dweight = sum over rows of dy * x_hat              llama: x_hat rounded to x.dtype, as its forward multiplies it
 
-Shapes: x, y, dy, dx [M, H] (M rows from any leading shape), weight [H], rstd [M] fp32.
+With a residual the same kernels add before they normalise: h = round(residual + x) stands for x above, and its
+gradient, which is that of x and of the residual alike, gets the one that comes to h itself: dx = dh + rstd * (...).
+
+Shapes: x, residual, h, y, dy, dh, dx [M, H] (M rows from any leading shape), weight [H], rstd [M] fp32.
 Dtypes: fp32, fp16, bf16 (sm80 on), mixed as torch promotes them; sums in fp32. Any card that Triton compiles for.
-Bytes an element at 16 bits: forward 4 (x in, y out), backward 6 (x, dy in, dx out); weight and rstd are noise.
+Bytes an element at 16 bits: forward 4 (x in, y out), backward 6 (x, dy in, dx out); weight and rstd are noise. With a
+residual 8 and 8, where torch's addition and a norm take 10 and 12.
 
 A tile is BLOCK_M whole rows, so that one pass over memory is enough: narrow rows (q_norm, k_norm) share a program.
 With a trained weight the backward runs a fixed number of programs which walk the rows and keep their part of dweight
@@ -46,10 +50,13 @@ INT32_MAX = 2**31 - 1
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_fwd_kernel(
     x_ptr,  # [M, H], row stride x_row_stride
+    residual_ptr,  # [M, H], row stride residual_row_stride, of x's dtype; or None: x itself is normalised
     weight_ptr,  # [H] or None
+    h_ptr,  # [M, H] contiguous, or None where there is no residual
     y_ptr,  # [M, H] contiguous
     rstd_ptr,  # [M] fp32
     x_row_stride,
+    residual_row_stride,
     num_rows,
     eps,
     H: tl.constexpr,
@@ -68,6 +75,10 @@ def _rms_norm_fwd_kernel(
     mask = row_mask[:, None] & col_mask[None, :]
 
     x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + rows[:, None] * residual_row_stride + cols[None, :], mask=mask, other=0.0)
+        x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+        tl.store(h_ptr + rows[:, None] * H + cols[None, :], x, mask=mask)
     x_fp32 = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x_fp32 * x_fp32, axis=1) / H + eps)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
@@ -86,12 +97,14 @@ def _rms_norm_fwd_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_bwd_kernel(
     dy_ptr,  # [M, H], row stride dy_row_stride
-    x_ptr,  # [M, H], row stride x_row_stride
+    dh_ptr,  # [M, H], row stride dh_row_stride: what comes to x on other ways; or None
+    x_ptr,  # [M, H], row stride x_row_stride; h where there was a residual
     weight_ptr,  # [H] or None
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, H] contiguous, or None: x needs no gradient
     partials_ptr,  # [programs, H] fp32, or None: the weight is frozen
     dy_row_stride,
+    dh_row_stride,
     x_row_stride,
     num_rows,
     H: tl.constexpr,
@@ -118,6 +131,8 @@ def _rms_norm_bwd_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
         dy = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if (dh_ptr is not None) and (dx_ptr is not None):  # with the others, not behind the sum over the row
+            dh = tl.load(dh_ptr + rows[:, None] * dh_row_stride + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         x_hat = x.to(tl.float32) * rstd[:, None]
 
@@ -131,6 +146,8 @@ def _rms_norm_bwd_kernel(
                 dy = dy * scale[None, :]
             mean = tl.sum(dy * x_hat, axis=1) / H
             dx = (dy - x_hat * mean[:, None]) * rstd[:, None]
+            if dh_ptr is not None:
+                dx += dh.to(tl.float32)
             tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
     if partials_ptr is not None:
@@ -190,13 +207,23 @@ def _as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def launch_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str, config: LaunchConfig | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    rounding: str,
+    config: LaunchConfig | None = None,
+    residual: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y (contiguous, of x's shape) and rstd [M] of a non-empty x [..., H]."""
+    """y (contiguous, of x's shape) and rstd [M] of a non-empty x [..., H].
+
+    With a residual of x's shape and dtype, of their sum, which is written to h, contiguous and like x.
+    """
     hidden_size = x.shape[-1]
     num_rows = x.numel() // hidden_size
     block_m, block_h, num_warps, _ = config or launch_config(hidden_size)
     x_rows, x_row_stride = _as_rows(x)
+    residual_rows, residual_row_stride = (None, 0) if residual is None else _as_rows(residual)
     dtype = x.dtype
     if weight is not None:
         weight = weight.contiguous()
@@ -204,11 +231,14 @@ def launch_forward(
             dtype = torch.promote_types(weight.dtype, dtype)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    reach = num_rows * max(x_row_stride, residual_row_stride, hidden_size)
     _launch_fwd(
-        triton.cdiv(num_rows, block_m), (x_rows, weight, y, rstd), (x_row_stride, num_rows, eps),
+        triton.cdiv(num_rows, block_m),
+        (x_rows, residual_rows, weight, h, y, rstd),
+        (x_row_stride, residual_row_stride, num_rows, eps),
         {
             "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
-            "LONG_INDEXING": num_rows * max(x_row_stride, hidden_size) > INT32_MAX, "num_warps": num_warps,
+            "LONG_INDEXING": reach > INT32_MAX, "num_warps": num_warps,
         },
     )  # fmt: skip
     return y, rstd
@@ -223,27 +253,29 @@ def launch_backward(
     needs_dx: bool,
     needs_dweight: bool,
     config: LaunchConfig | None = None,
+    dh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx (fresh, contiguous) and dweight, each None where it is not needed."""
+    """dx (fresh, contiguous, with dh added to it) and dweight, each None where it is not needed."""
     hidden_size = x.shape[-1]
     num_rows = rstd.numel()
     block_m, block_h, num_warps, programs_per_sm = config or launch_config(hidden_size)
     x_rows, x_row_stride = _as_rows(x)
     dy_rows, dy_row_stride = _as_rows(dy)
+    dh_rows, dh_row_stride = (None, 0) if dh is None or not needs_dx else _as_rows(dh)
     programs = triton.cdiv(num_rows, block_m)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     partials = None
     if needs_dweight:
         programs = min(programs, programs_per_sm * _sm_count(x.device))
         partials = torch.empty((programs, hidden_size), dtype=torch.float32, device=x.device)
+    reach = num_rows * max(x_row_stride, dy_row_stride, dh_row_stride, hidden_size)
     _launch_bwd(
         programs,
-        (dy_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials),
-        (dy_row_stride, x_row_stride, num_rows),
+        (dy_rows, dh_rows, x_rows, None if weight is None else weight.contiguous(), rstd, dx, partials),
+        (dy_row_stride, dh_row_stride, x_row_stride, num_rows),
         {
             "H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h,
-            "LONG_INDEXING": num_rows * max(x_row_stride, dy_row_stride, hidden_size) > INT32_MAX,
-            "num_warps": num_warps,
+            "LONG_INDEXING": reach > INT32_MAX, "num_warps": num_warps,
         },
     )  # fmt: skip
     if partials is None or weight is None:
@@ -270,29 +302,72 @@ class _RMSNormFunction(torch.autograd.Function):
         return dx, dweight, None, None
 
 
+class _AddRMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y, rstd = launch_forward(x, weight, eps, rounding, residual=residual, h=h)
+        ctx.save_for_backward(h, rstd)
+        ctx.weight = KeptTensors((weight,))
+        ctx.rounding = rounding
+        ctx.set_materialize_grads(False)  # of an output that nobody used there is none, rather than zeros
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(h)
+        return h, y
+
+    @staticmethod
+    @first_order("rms_norm")
+    def backward(ctx: Any, dh: torch.Tensor | None, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needs_dx, needs_dresidual, needs_dweight = ctx.needs_input_grad[:3]
+        dx, dweight = dh, None
+        if dy is not None:
+            h, rstd = ctx.saved_tensors
+            (weight,) = ctx.weight.unchanged()
+            needs = (needs_dx or needs_dresidual, needs_dweight)
+            dx, dweight = launch_backward(dy, h, weight, rstd, ctx.rounding, *needs, dh=dh)
+        # One object for both inputs, as torch's own addition returns it. Before autograd takes a gradient over as a
+        # leaf's or adds another one in place, it counts who else holds this object: two aliases it would not see.
+        return dx if needs_dx else None, dx if needs_dresidual else None, dweight, None, None
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
     """`fastft.ops.rms_norm.rms_norm` for a non-empty, validated x [..., H]."""
     return _RMSNormFunction.apply(x, weight, eps, rounding)
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fastft.ops.rms_norm.add_rms_norm` for non-empty, validated x and residual of one shape and dtype."""
+    return _AddRMSNormFunction.apply(x, residual, weight, eps, rounding)
+
+
 def compile_cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """(kernel, signature, constexprs, num_warps) of configurations to cross-compile; pointers are 16-byte aligned."""
-    for dtype, weight, hidden_size, rounding, long_indexing, trained in [
-        ("bf16", "bf16", 2048, "llama", False, True),
-        ("bf16", "fp32", 128, "llama", False, False),
-        ("fp16", "fp16", 128, "gemma", False, True),
-        ("fp32", "fp32", 16384, "fp32_weight", True, True),
+    for dtype, weight, hidden_size, rounding, long_indexing, trained, adds in [
+        ("bf16", "bf16", 2048, "llama", False, True, False),
+        ("bf16", "fp32", 128, "llama", False, False, False),
+        ("fp16", "fp16", 128, "gemma", False, True, False),
+        ("fp32", "fp32", 16384, "fp32_weight", True, True, False),
+        ("bf16", "bf16", 4096, "llama", False, False, True),
+        ("fp16", "fp16", 16384, "llama", True, True, True),
     ]:
         block_m, block_h, num_warps, _ = launch_config(hidden_size)
         sizes = {"H": hidden_size, "ROUNDING": rounding, "BLOCK_M": block_m, "BLOCK_H": block_h}
         sizes["LONG_INDEXING"] = long_indexing
         stride = "i64" if long_indexing else "i32"
         result = "fp32" if "fp32" in (dtype, weight) and rounding == "llama" else dtype
-        forward = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "y_ptr": f"*{result}", "rstd_ptr": "*fp32"}
-        forward |= {"x_row_stride": stride, "num_rows": "i32", "eps": "fp32"}
-        yield _rms_norm_fwd_kernel, forward | dict.fromkeys(sizes, "constexpr"), sizes, num_warps
-        backward = {"dy_ptr": f"*{result}", "x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "rstd_ptr": "*fp32"}
-        backward |= {"dx_ptr": f"*{dtype}", "partials_ptr": "*fp32" if trained else "constexpr"}
-        backward |= {"dy_row_stride": stride, "x_row_stride": stride, "num_rows": "i32"}
-        constants = sizes if trained else sizes | {"partials_ptr": None}
-        yield _rms_norm_bwd_kernel, backward | dict.fromkeys(sizes, "constexpr"), constants, num_warps
+        added = f"*{dtype}" if adds else "constexpr"
+        forward = {"x_ptr": f"*{dtype}", "residual_ptr": added, "weight_ptr": f"*{weight}", "h_ptr": added}
+        forward |= {"y_ptr": f"*{result}", "rstd_ptr": "*fp32", "x_row_stride": stride, "residual_row_stride": stride}
+        forward |= {"num_rows": "i32", "eps": "fp32"}
+        constants = sizes if adds else sizes | {"residual_ptr": None, "h_ptr": None}
+        yield _rms_norm_fwd_kernel, forward | dict.fromkeys(sizes, "constexpr"), constants, num_warps
+        backward = {"dy_ptr": f"*{result}", "dh_ptr": added, "x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}"}
+        backward |= {"rstd_ptr": "*fp32", "dx_ptr": f"*{dtype}", "partials_ptr": "*fp32" if trained else "constexpr"}
+        backward |= {"dy_row_stride": stride, "dh_row_stride": stride, "x_row_stride": stride, "num_rows": "i32"}
+        absent = {} if adds else {"dh_ptr": None}
+        absent |= {} if trained else {"partials_ptr": None}
+        yield _rms_norm_bwd_kernel, backward | dict.fromkeys(sizes, "constexpr"), sizes | absent, num_warps
