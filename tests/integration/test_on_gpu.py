@@ -111,8 +111,11 @@ def test_the_kernels_of_a_gpu_ran(family):
     replaced = {item.op: item.impl for item in fastft.report(model).replaced}
     assert {op: replaced[op] for op in ENGINES} == ENGINES
     norms = 2 * LAYERS + 1 + (2 * LAYERS if family == "qwen3" else 0)
-    assert counters(model) == {
+    at_once = {"q and k normalised and rotated in one kernel": LAYERS} if family == "qwen3" else {}
+    assert counters(model) == at_once | {
         "rms_norm": norms,
+        "add_rms_norm": LAYERS,
+        "gated_mlp": LAYERS,
         "rope": LAYERS,
         f"attention: {ENGINES['attention']}": LAYERS,
         "batches: packed, positions restart": 1,

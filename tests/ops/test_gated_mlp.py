@@ -81,11 +81,19 @@ def measure(tensors, activation, impl, trained=LORA, dy=None):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("lead", [(37,), (3, 13), ()], ids=str)
 def test_values_and_gradients(device, dtype, activation, lead, impl):
-    found, stock, oracle = measure(make(lead, dtype, device), activation, impl)
-    assert_within_budget(found, stock, oracle)
+    """Drawn several times, and of one token each tensor is one row: errors of single numbers are luck."""
+    draws = [measure(make(lead, dtype, device), activation, impl) for _ in range(2 if lead else 4)]
+    found, stock, _ = draws[0]
     assert {name: (value.dtype, value.shape) for name, value in found.items()} == {
         name: (value.dtype, value.shape) for name, value in stock.items()
     }
+
+    def together(results):
+        rows = (lambda x: x.reshape(-1, x.shape[-1])) if lead else (lambda x: x.reshape(1, -1))
+        return {name: torch.cat([rows(result[name]) for result in results]) for name in found}
+
+    found, stock, oracle = map(together, zip(*draws, strict=True))
+    assert_within_budget(found, stock, oracle)
     assert_mutant_caught({**found, "gate": found["gate"] * 1.05}, stock, oracle)
 
 
@@ -357,6 +365,7 @@ def test_rows_beyond_two_to_the_31():
     gate, up = (torch.zeros(2 * stride + WIDTH, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     gate, up = (x.as_strided((3, WIDTH), (stride, 1)).normal_() for x in (gate, up))
     tensors = make(dtype=torch.bfloat16, device="cuda") | {"gate": gate, "up": up}
-    near = measure({**tensors, "gate": gate.contiguous(), "up": up.contiguous()}, "silu", "triton", dy=torch.ones(3, N))
-    far = measure(tensors, "silu", "triton", dy=torch.ones(3, N))
+    dy = torch.randn(3, N, device="cuda")
+    near = measure({**tensors, "gate": gate.contiguous(), "up": up.contiguous()}, "silu", "triton", dy=dy)
+    far = measure(tensors, "silu", "triton", dy=dy)
     assert all(torch.equal(far[0][name], value) for name, value in near[0].items())
