@@ -34,6 +34,9 @@ class PatchConfig:
             usual one, by the implementation of rms_norm. Such a layer gets a subclass of its class, of the same name.
         gated_mlp: "triton", "reference". The product of the activated gate and the other half is made in one pass, and
             not kept for backward where the projection behind it is a plain linear layer or has a fused adapter.
+        residual_stream: what embeddings and norms with fp32 weights give under autocast of 16 bits, as after PEFT's
+            prepare_model_for_kbit_training. "auto" leaves it in fp32, which doubles what layers read, write and keep,
+            and the report counts it; "autocast" gives autocast's dtype. `inputs_embeds` stay what they are.
         experts: who multiplies in the experts of sparse layers: "grouped_mm" (PyTorch's), "triton", "loop",
             "reference". What is between the products is fused wherever Triton runs. Routers stay the model's own.
         lora: "fused" computes a LoRA projection without extra passes over its output, where PEFT's own forward would
@@ -64,6 +67,7 @@ class PatchConfig:
     rms_norm: str | Literal[False] = "auto"
     add_rms_norm: str | Literal[False] = "auto"
     gated_mlp: str | Literal[False] = "auto"
+    residual_stream: Literal["auto", "autocast"] = "auto"
     experts: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
     checkpointing: str | Literal[False] = "auto"
@@ -85,6 +89,10 @@ class PatchConfig:
             raise UnsupportedOptionError(f"add_rms_norm={self.add_rms_norm!r} is not an option; give 'auto' or False")
         if self.packing not in ("auto", False):
             raise UnsupportedOptionError(f"packing={self.packing!r} is not an option; give 'auto' or False")
+        if self.residual_stream not in ("auto", "autocast"):
+            raise UnsupportedOptionError(
+                f"residual_stream={self.residual_stream!r} is not an option; give 'auto' or 'autocast'"
+            )
         if self.checkpointing not in ("auto", "selective", "offload", "recompute", False):
             raise UnsupportedOptionError(
                 f"checkpointing={self.checkpointing!r} is not an option; give 'auto', 'selective', 'offload', "

@@ -281,7 +281,7 @@ def _unbind(module: nn.Module) -> None:
 
 
 def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
-    from .modules import attention, backbone, checkpointing, decoder, experts, guard, heads
+    from .modules import attention, backbone, checkpointing, decoder, experts, guard, heads, norm
 
     shared = ModelState(config)
     # A model that fastft has no part in is left as it is, unless it was asked for.
@@ -316,6 +316,8 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
         if binding.kind == "backbone":
             module.register_forward_pre_hook(backbone.announce_packing, with_kwargs=True)
             module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
+            if config.residual_stream == "autocast":
+                module.get_input_embeddings().register_forward_hook(norm.cast_embeddings)
             module.register_forward_pre_hook(backbone.begin_adapters)
             module.register_forward_hook(backbone.end_adapters, always_call=True)
         if binding.kind in ("guard", "head_guard"):
@@ -357,10 +359,11 @@ def _adopt_adapters(modules: dict[str, nn.Module], fqn: str) -> None:
 def _remove_hooks(module: nn.Module) -> None:
     """Removes fastft's hooks by what they are: a handle would not know the hooks of a copied model."""
     from .integrations import peft_experts
-    from .modules import backbone, guard, heads
+    from .modules import backbone, guard, heads, norm
 
     for hook, hooks, flags in (
         (peft_experts.adopt, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (norm.cast_embeddings, module._forward_hooks, module._forward_hooks_with_kwargs),
         (heads.announce_used_outputs, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (heads.forget_used_outputs, module._forward_hooks, module._forward_hooks_always_called),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),

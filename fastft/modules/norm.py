@@ -8,7 +8,7 @@ import torch
 
 from ..ops.rms_norm import rms_norm
 from .projection import has_global_hooks, is_intercepted
-from .state import ATTRIBUTE, state_of
+from .state import ATTRIBUTE, ModelState, state_of
 
 
 def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -32,13 +32,31 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def options_of(module: Any) -> dict[str, Any]:
     """What `rms_norm` needs of a patched norm besides its input."""
     state = module.__dict__[ATTRIBUTE]
-    family = state.family
+    family, weight = state.family, module.weight
+    if weight.dtype is torch.float32 and torch.is_autocast_enabled(weight.device.type):
+        weight = _within_autocast(state.shared, weight)
     return {
-        "weight": module.weight,
+        "weight": weight,
         "eps": getattr(module, family.rms_norm_eps),
         "rounding": family.rms_norm_rounding,
         "impl": state.shared.config.rms_norm,
     }
+
+
+def _within_autocast(shared: ModelState, weight: torch.Tensor) -> torch.Tensor:
+    """A weight of fp32 under autocast, which makes the norm's output fp32, too, in the dtype that is wanted."""
+    if shared.config.residual_stream == "autocast":
+        return weight.to(torch.get_autocast_dtype(weight.device.type))
+    shared.counters["norms in fp32 under autocast; residual_stream='autocast' lowers them"] += 1
+    return weight
+
+
+def cast_embeddings(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    """Forward hook of input embeddings: their output in autocast's dtype, where the residual stream is to have it."""
+    kind = output.device.type
+    if output.dtype is not torch.float32 or not torch.is_autocast_enabled(kind):
+        return None
+    return output.to(torch.get_autocast_dtype(kind))
 
 
 def why_not_within(module: Any) -> str:
