@@ -118,11 +118,9 @@ def compile_cases() -> Iterator[CompileCase]:
         ("bf16", "bf16", Heads(32, 8, 128, 64), llama, True, ""),
         ("fp32", "fp32", Heads(16, 2, 64, 32), llama, False, ""),
         ("fp16", "fp16", Heads(8, 4, 256, 128), gemma, False, ""),
-        ("bf16", "fp32", Heads(16, 2, 256, 32), gemma, False, "q_partials_ptr"),
         ("bf16", "bf16", Heads(28, 4, 80, 16), Kind("llama", False, True), False, "dq_ptr"),
         ("bf16", "bf16", Heads(40, 8, 128, 64), whole, False, ""),
         ("fp32", "fp32", Heads(64, 64, 128, 64), whole, True, ""),
-        ("fp16", "fp16", Heads(48, 8, 128, 32), Kind("llama", True, True), False, frozen),
     ]:
         yield _compile_case(qk_norm_rope_fwd_kernel, element, weight, heads, kind, long_indexing)
         yield _compile_case(qk_norm_rope_bwd_kernel, element, weight, heads, kind, long_indexing, absent)
