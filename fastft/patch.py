@@ -318,8 +318,6 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
             module.register_forward_hook(backbone.finish_packing, with_kwargs=True)
             if config.residual_stream == "autocast":
                 module.get_input_embeddings().register_forward_hook(norm.cast_embeddings)
-            module.register_forward_pre_hook(backbone.begin_adapters)
-            module.register_forward_hook(backbone.end_adapters, always_call=True)
         if binding.kind in ("guard", "head_guard"):
             module.register_forward_pre_hook(guard.guard_packing, with_kwargs=True)
         module.__dict__[ATTRIBUTE] = ModuleState(
@@ -368,8 +366,6 @@ def _remove_hooks(module: nn.Module) -> None:
         (heads.forget_used_outputs, module._forward_hooks, module._forward_hooks_always_called),
         (backbone.announce_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (backbone.finish_packing, module._forward_hooks, module._forward_hooks_with_kwargs),
-        (backbone.begin_adapters, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (backbone.end_adapters, module._forward_hooks, module._forward_hooks_always_called),
         (guard.guard_packing, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
     ):
         for key in [key for key, value in hooks.items() if value is hook]:

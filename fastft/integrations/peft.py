@@ -106,12 +106,6 @@ class LoRAProjector:
         pairs = zip(modules, reasons, strict=True)
         return [next(fused) if reason is None else module(x) for module, reason in pairs], reasons
 
-    def begin_forward(self) -> None:
-        self._casts.begin_forward()
-
-    def end_forward(self) -> None:
-        self._casts.end_forward()
-
     def gated(
         self, module: nn.Module, gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str
     ) -> torch.Tensor | str:

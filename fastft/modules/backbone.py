@@ -33,22 +33,6 @@ def announce_packing(
     return _announce(state, module, given)
 
 
-def begin_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook: tells what runs projections with adapters that all of them will be called."""
-    state = state_of(module)
-    if state is None or state.shared.projector is None or torch.compiler.is_compiling() or is_exporting():
-        return
-    if torch.is_grad_enabled():
-        state.shared.projector.begin_forward()
-
-
-def end_adapters(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook, to be called whatever happens."""
-    state = state_of(module)
-    if state is not None and state.shared.projector is not None and not torch.compiler.is_compiling():
-        state.shared.projector.end_forward()
-
-
 def _is_plainly_stock(module: nn.Module, given: dict[str, Any]) -> bool:
     """Whether a batch goes the stock way whatever its values are, so that a compiled forward stays in one piece."""
     if any(given.get(name) is not None for name in ("packed_sequences", "cu_seq_lens_q", "seq_idx")):

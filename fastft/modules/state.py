@@ -29,12 +29,6 @@ class Projector(Protocol):
     def __call__(self, modules: tuple[nn.Module, ...], x: torch.Tensor) -> tuple[list[torch.Tensor], list[str | None]]:
         """The outputs of projections of one input, and for each None if it was fused or the reason why it was not."""
 
-    def begin_forward(self) -> None:
-        """A forward of the whole model with gradients begins."""
-
-    def end_forward(self) -> None:
-        """It has ended, or broken off."""
-
     def gated(
         self, module: nn.Module, gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str
     ) -> torch.Tensor | str:

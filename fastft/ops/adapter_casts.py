@@ -5,15 +5,12 @@ forward makes new ones. `_version` would not tell when they are out of date. Fus
 Face's Trainer), CUDA graphs and writes through `.data` change a parameter without counting its version up. What is
 sure is that nothing may change between a forward and its recomputation; so the copies of the last forward serve, unless
 two forwards with gradients saw different values of one adapter before the backward of the first.
-
-Whoever knows where a forward of the whole model begins and ends says so: then one launch copies what the forward before
-has asked for. Each such copy serves one call.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,48 +28,19 @@ class _Entry(NamedTuple):
     casts: Casts
 
 
-# Elements between the beginnings of two copies: GEMMs and kernels are quicker with aligned operands.
-_ALIGNMENT = 64
-
-
 class AdapterCasts:
     """Holds the copies of adapters between a forward and its recomputation. Copied or unpickled, it starts empty."""
 
-    __slots__ = ("__weakref__", "_asked_for", "_entries", "_ready")
+    __slots__ = ("__weakref__", "_entries")
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._ready: set[int] = set()  # entries that were copied when this forward began, and not asked for since
-        self._asked_for: set[int] = set()  # in a forward, since the last one began
 
     def __reduce__(self) -> tuple[Callable[[], AdapterCasts], tuple[()]]:
         return type(self), ()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def begin_forward(self) -> None:
-        """A forward with gradients begins: copies at once what the one before has asked for."""
-        wanted, self._asked_for, self._ready = self._asked_for, set(), set()
-        if torch._C._len_torch_dispatch_stack():
-            return
-        alike: dict[tuple[torch.device, torch.dtype], dict[int, list[torch.Tensor]]] = {}
-        for key in wanted:
-            entry = self._entries.get(key)
-            sources = [] if entry is None else [source for ref in entry.sources if (source := ref()) is not None]
-            if entry is None or len(sources) < len(entry.sources) or any(s.is_inference() for s in sources):
-                continue
-            alike.setdefault((sources[0].device, entry.dtype), {})[key] = sources
-        with torch.no_grad():
-            for (device, dtype), groups in alike.items():
-                for (key, sources), casts in zip(groups.items(), _cast_groups(groups, device, dtype), strict=True):
-                    versions = tuple([source._version for source in sources])
-                    self._entries[key] = self._entries[key]._replace(versions=versions, casts=casts)
-                    self._ready.add(key)
-
-    def end_forward(self) -> None:
-        """What was copied for the forward and not asked for is out of date from now on."""
-        self._ready.clear()
 
     def get(self, lora_As: Sequence[torch.Tensor], lora_Bs: Sequence[torch.Tensor], dtype: torch.dtype) -> Casts:
         """The stacked A and the Bs in dtype: the last forward's if this is its recomputation, or else new ones.
@@ -88,11 +56,7 @@ class AdapterCasts:
             [sum of r_i, K], and the B_i. What needs no copy is returned as it is.
         """
         key = id(lora_As[0])
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
-            self._asked_for.add(key)
-        if in_backward or key in self._ready:
-            self._ready.discard(key)
+        if torch._C._current_graph_task_id() != -1:  # in a backward
             entry = self._entries.get(key)
             if entry is not None and _is_of(entry, lora_As, lora_Bs, dtype):
                 return entry.casts
@@ -139,33 +103,6 @@ def cast(lora_As: Sequence[torch.Tensor], lora_Bs: Sequence[torch.Tensor], dtype
     parts = (stacked,) if len(ranks) == 1 else torch.split_with_sizes(stacked, ranks)
     torch._foreach_copy_((*parts, *Bs), (*lora_As, *lora_Bs))
     return stacked, tuple(Bs)
-
-
-def _cast_groups(groups: dict[int, list[torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Iterator[Casts]:
-    """For each group of As and as many Bs, its copies: all in one piece of memory, made in one launch."""
-    offsets: list[int] = []
-    end = 0
-    for sources in groups.values():
-        half = len(sources) // 2
-        for number, source in enumerate(sources):
-            offsets.append(end)
-            end += source.numel()
-            if number >= half - 1:  # the As lie one behind the other
-                end += -end % _ALIGNMENT
-    memory = torch.empty(end, device=device, dtype=dtype)
-    flat = [source for sources in groups.values() for source in sources]
-    places = [
-        memory.as_strided(source.shape, (source.shape[1], 1), offset)
-        for source, offset in zip(flat, offsets, strict=True)
-    ]
-    torch._foreach_copy_(places, flat)
-    first = 0
-    for sources in groups.values():
-        half = len(sources) // 2
-        rank, size = sum([A.shape[0] for A in sources[:half]]), sources[0].shape[1]
-        stacked = places[first] if half == 1 else memory.as_strided((rank, size), (size, 1), offsets[first])
-        yield stacked, tuple(places[first + half : first + len(sources)])
-        first += len(sources)
 
 
 def _all_are(references: Sequence[weakref.ref[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:

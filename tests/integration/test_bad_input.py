@@ -125,7 +125,7 @@ def test_boundaries_from_a_collator_are_not_ignored(beside, reason):
         batch["past_key_values"] = stock(input_ids=IDS, use_cache=True).past_key_values
     with pytest.raises(PackingError, match=f"cu_seq_lens_q cannot be honoured.*{reason}.*'sdpa' attention ignores"):
         model(**batch)
-    hook, _ = model.model._forward_pre_hooks.values()
+    (hook,) = model.model._forward_pre_hooks.values()
     flash = AttentionName("flash_attention_2")  # honours them itself
     model.config._attn_implementation_internal = flash
     assert hook(model.model, (), batch) is None
@@ -133,7 +133,7 @@ def test_boundaries_from_a_collator_are_not_ignored(beside, reason):
 
 def test_an_attention_mask_of_another_shape_is_named():
     _, model = pair("llama")
-    hook, _ = model.model._forward_pre_hooks.values()
+    (hook,) = model.model._forward_pre_hooks.values()
     assert hook(model.model, (), {"input_ids": IDS, "attention_mask": torch.ones(1, T + 1)}) is None
     assert counters(model)["batches: stock, a 2-D attention mask of another shape than the tokens"] == 1
 
@@ -221,7 +221,7 @@ def test_max_length_may_be_an_upper_bound():
 def test_host_boundaries_follow_the_tokens_to_their_device():
     """The meta device stands in for a GPU: what the layers get has to be there, and nothing may read from it."""
     _, model = pair("llama")
-    hook, _ = model.model._forward_pre_hooks.values()
+    (hook,) = model.model._forward_pre_hooks.values()
     ids = IDS.to("meta")
     for extra, num_sequences in ((boundaries(0, 5, 14, T), 3), ({}, 1)):
         _, announced = hook(model.model, (), {"input_ids": ids, **extra})

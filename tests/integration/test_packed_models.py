@@ -278,7 +278,7 @@ def test_several_new_tokens_on_a_cache_are_not_packed(family):
 
 def test_positions_of_several_axes_are_not_packed():
     _, model = pair("llama")
-    hook, _ = model.model._forward_pre_hooks.values()
+    (hook,) = model.model._forward_pre_hooks.values()
     batch = packed_batch(LENGTHS)
     three = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"].expand(3, 1, -1)}
     assert hook(model.model, (), three) is None

@@ -77,8 +77,7 @@ def test_a_pickled_model_comes_back_unpatched_and_can_be_patched_again(
     assert not counters(loaded)
 
     fastft.patch_model(loaded)
-    for hooks in (loaded.model._forward_pre_hooks.values(), loaded.model._forward_hooks.values()):
-        assert len(hooks) == len(set(hooks)) == 2
+    assert len(loaded.model._forward_pre_hooks) == 1 and len(loaded.model._forward_hooks) == 1
     train_step(loaded)
     train_step(model)
     assert counters(loaded) == counters(model)
