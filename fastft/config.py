@@ -44,6 +44,8 @@ class PatchConfig:
             kind rules it out (DoRA and other variants, other LoRA layers such as those over 8 bits, lora_bias,
             fan_in_fan_out, dropout in training) raises at the first call; what may pass (disabled, merged or several
             adapters, hooks, dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
+            Over weights of 4 bits an output has the dtype computed in, as over plain ones, where bitsandbytes casts it
+            back to that of an fp32 input.
         checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
             Nothing is checkpointed that the caller did not ask to be, and the gradients are the same. "auto" measures
             two steps and plans the fastest that takes at most the memory of plain checkpointing; with several processes

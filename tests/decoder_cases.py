@@ -16,7 +16,12 @@ from fastft import PatchConfig, patch_model, report
 FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 LAYERS = 2
 # Everything off but the norms: what is left of a difference comes from the layers.
-_OTHERS = {field.name for field in dataclasses.fields(PatchConfig)} - {"rms_norm", "add_rms_norm", "memory_budget"}
+_OTHERS = {field.name for field in dataclasses.fields(PatchConfig)} - {
+    "rms_norm",
+    "add_rms_norm",
+    "residual_stream",
+    "memory_budget",
+}
 NORMS_ONLY = dict.fromkeys(sorted(_OTHERS), False)
 
 

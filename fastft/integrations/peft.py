@@ -232,11 +232,12 @@ def _fused_lora(module: nn.Module, facts: _InputFacts | str) -> LoRAProjection |
 def _four_bit_weight(base: Any, facts: _InputFacts) -> PackedWeight | str:
     """Of a layer that computes in the dtype that the fused op would."""
     weight = facts.four_bit.linear(base)
-    computes_in = base.compute_dtype or facts.dtype  # without one it takes that of its first input
-    if isinstance(weight, str) or computes_in is facts.compute_dtype:
+    if isinstance(weight, str) or base.compute_dtype is facts.compute_dtype:
         return weight
+    if base.compute_dtype is None:
+        return "a base of 4 bits takes the dtype of its first call, which was not yet"
     return (
-        f"a base of 4 bits computes in {computes_in}, its adapter in {facts.compute_dtype}; load the model with "
+        f"a base of 4 bits computes in {base.compute_dtype}, its adapter in {facts.compute_dtype}; load the model with "
         f"bnb_4bit_compute_dtype={facts.compute_dtype}"
     )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import modeling_layers
 
 from ..ops.rms_norm import add_rms_norm, rms_norm
 from . import norm
@@ -153,8 +154,11 @@ def _add_and_normalise(module: Any, x: torch.Tensor, residual: torch.Tensor) -> 
 
 def why_not_fusable(cls: type[nn.Module]) -> str:
     """Why a class of decoder layers cannot be fused, by what its forward says; "" if it can."""
+    forward = _below_checkpointing(cls.forward)
+    if hasattr(forward, "__wrapped__"):
+        return f"{cls.__name__}.forward is decorated"
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+        source = textwrap.dedent(inspect.getsource(forward))
     except (OSError, TypeError):  # built otherwise, or shipped without it
         return f"the source of {cls.__name__}.forward cannot be read"
     function = ast.parse(source).body[0]
@@ -168,6 +172,13 @@ def why_not_fusable(cls: type[nn.Module]) -> str:
     if [_normal_form(each) for each in body] != [_normal_form(each) for each in expected]:
         return f"{cls.__name__}.forward does more, or something else, between attention and its norm"
     return ""
+
+
+def _below_checkpointing(forward: Any) -> Any:
+    """The forward that transformers' own wrapper calls; what others have put around it stays."""
+    while hasattr(forward, "__wrapped__") and forward.__code__.co_filename == modeling_layers.__file__:
+        forward = forward.__wrapped__
+    return forward
 
 
 def _normal_form(statement: ast.stmt) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
 from ..ops.gated_mlp import gated, gated_linear
@@ -66,8 +67,10 @@ def why_not_gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -
         return f"the activation is a {type(activation).__name__}"
     if has_global_hooks() or is_intercepted((activation.__dict__,)):
         return "a hook wants to see the activation"
-    if torch._C._functorch.is_functorch_wrapped_tensor(gate):
-        return "torch.func transforms the model"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "torch.func transforms the model, or it is differentiated forward"
+    if torch.jit.is_tracing():
+        return "torch.jit traces the model"
     if type(gate) is not torch.Tensor or type(up) is not torch.Tensor:
         return f"a projection gives a {type(gate).__name__} and a {type(up).__name__}, not plain tensors"
     if gate.dtype != up.dtype or gate.shape != up.shape:
@@ -81,7 +84,7 @@ def _plain_linear(module: nn.Module, x: torch.Tensor) -> tuple[nn.Parameter, nn.
         return f"it is a {type(module).__name__}"
     if has_global_hooks() or is_intercepted((module.__dict__,)):
         return "it has hooks or a forward of its own"
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
         return "its weight is not a plain parameter (sharded, quantized or replaced)"
     parameters = [weight] if bias is None else [weight, bias]

@@ -255,3 +255,20 @@ def test_small_changes_of_a_layer_are_noticed():
     space = {"nn": nn, "functools": functools}
     exec(compile(source, "<no such file>", "exec"), space)
     assert "cannot be read" in decoder.why_not_fusable(space["LegacyLayer"])
+
+
+def test_a_decorated_forward_is_not_stood_in_for(monkeypatch):
+    stock = tiny_decoder("llama")
+    cls = type(layers_of(stock)[0])
+    original = cls.forward
+
+    @functools.wraps(original)
+    def steered(self, *args, **kwargs):
+        return original(self, *args, **kwargs) * 1.5
+
+    monkeypatch.setattr(cls, "forward", steered)
+    model = patch_model(copy.deepcopy(stock), **NORMS_ONLY)
+    assert differences(results(model), results(stock)) == []
+    assert {item.reason for item in report(model).skipped if item.op == "add_rms_norm"} == {
+        f"{cls.__name__}.forward is decorated"
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -202,3 +203,67 @@ def test_a_layer_saves_at_most_three_fifths_of_stock(device):
             model(**{key: value.to(device) for key, value in packed_batch((33, 31)).items()})
         found[name] = saved.bytes / 64
     assert 0 < found["fused"] <= 0.6 * found["stock"], found
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_backward_within_another_one(whole):
+    """The gradient of a weight is there before that of what it was multiplied by."""
+    stock, fused = pair()
+    results = []
+    for model in (stock, fused):
+        weight, busy = model.model.layers[0].mlp.down_proj.weight, []
+        inner = list(model.parameters()) if whole else [weight]
+        loss = model(**packed_batch((5, 7, 3))).loss
+
+        def within(grad, busy=busy, inner=inner, loss=loss):
+            if not busy:
+                busy.append(1)
+                torch.autograd.grad(loss, inner, torch.tensor(3.0), retain_graph=True)
+
+        weight.register_hook(within)
+        loss.backward(retain_graph=True)
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+def test_backwards_in_threads():
+    _, model = pair()
+    parameters = list(model.parameters())
+    loss = model(**packed_batch((5, 7, 3))).loss
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    found = {}
+
+    def work(number):
+        found[number] = [
+            torch.autograd.grad(loss, parameters, torch.tensor(float(number)), retain_graph=True) for _ in range(10)
+        ]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, several in found.items():
+        for grads in several:
+            assert all(torch.equal(grad, number * other) for grad, other in zip(grads, expected, strict=True))
+
+
+def test_what_the_op_does_not_serve_is_stock():
+    stock = tiny_model("llama", attn_implementation="eager").eval()
+    model = fastft.patch_model(copy.deepcopy(stock), rms_norm=False, rope=False, lora=False)
+    ids = packed_batch((9,))["input_ids"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = torch.stack([stock.get_parameter(name).detach(), 2 * stock.get_parameter(name).detach()])
+
+    def logits(each, weight):
+        return torch.func.functional_call(each, {name: weight}, (ids,), {"use_cache": False}).logits
+
+    found, expected = (torch.func.vmap(lambda w, each=each: logits(each, w))(weights) for each in (model, stock))
+    torch.testing.assert_close(found, expected)
+    for each in (model, stock):
+        down = each.model.layers[0].mlp.down_proj
+        weight = down.weight.detach()
+        del down.weight
+        down.weight = weight  # as FSDP leaves it
+    assert torch.equal(model(ids).logits, stock(ids).logits)
+    assert any("not a plain parameter" in reason for reason in mlp_counts(model))

@@ -7,7 +7,9 @@
 
 Two nodes make it. The first has gate and up saved; the second is given the first and saves nothing but t, so that a
 checkpoint which runs the layer again has all it wants when p is made, and stops before the product with W. In backward
-the second node does the work of both, since it is the one that needs p, and leaves dgate and dup on the first.
+the second node does the work of both, since it is the one that needs p. It sends dgate and dup along on the gradient of
+p, which is a tensor without numbers of its own then: the memory of dp has become p. Nothing is left on a node, so that
+backwards of one graph may overlap.
 
 Where saved tensors go to hooks (checkpointing, offloading) t is not kept but made again from p, which is there.
 Weights, and A and B in the dtype computed in, are kept on the node itself (see `fastft.ops.kept`).
@@ -29,6 +31,8 @@ from ..products import as_rows, in_shape, mm_to, scaled_mms, sum_mms, to_dtype
 
 # The inputs of _Projected before the trained parameters.
 _LEADING = 3
+# The attribute of a gradient of p that has the gradients of gate and up with it.
+_HALVES = "_fastft_halves"
 
 
 class Kernels(NamedTuple):
@@ -85,8 +89,10 @@ def gated_linear(
     product = _Gated.apply(gate, up, activation, kernels)
     tensors = layer.tensors()
     trained = [i for i, each in enumerate(tensors) if isinstance(each, torch.Tensor) and each.requires_grad]
-    call = _Call(layer, dtype, casts, trained)
-    return _Projected.apply(product, product.grad_fn, call, *[tensors[place] for place in trained])
+    call, node = _Call(layer, dtype, casts, trained), product.grad_fn
+    if node is not None:
+        node.is_projected = True
+    return _Projected.apply(product, node, call, *[tensors[place] for place in trained])
 
 
 class _Gated(torch.autograd.Function):
@@ -94,8 +100,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.set_materialize_grads(False)
-        ctx.activation, ctx.kernels = activation, kernels
-        ctx.ready = None  # the gradients of gate and up, if the projection has made them
+        ctx.activation, ctx.kernels, ctx.is_projected = activation, kernels, False
         product = kernels.forward(_rows(gate), _rows(up), activation)
         return in_shape(product, gate.shape[:-1])
 
@@ -104,10 +109,15 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
-        ready, ctx.ready = ctx.ready, None
-        if ready is None:
-            ready = _open(ctx, grad, with_product=False, owned=False)[0]
-        dgate, dup = (part.view(grad.shape) for part in ready)
+        halves = getattr(grad, _HALVES, None)
+        if halves is None and ctx.is_projected and not any(grad.stride()):
+            raise RuntimeError(
+                "something between two nodes of fastft's MLP copied the gradient that the second sends to the first; "
+                "patch the model with gated_mlp=False"
+            )
+        if halves is None:
+            halves = _open(ctx, grad, with_product=False, owned=False)[0]
+        dgate, dup = (part.view(grad.shape) for part in halves)
         return dgate, dup, None, None
 
 
@@ -181,14 +191,16 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         A, B = ctx.adapters.unchanged()
         g = scaled_mms([(dy, B, layer.scaling)], in_place)
         products.append((g, A))
-    dproduct = None
+    dproduct = sent = None
     if needs_product:
         ctx.weights.unchanged()
         products.insert(0, (dy, unpacked(layer.weight, dtype)))
         dproduct = to_dtype(sum_mms(products, in_place), ctx.product_dtype)
+        sent = dproduct.view(ctx.shape)
         if needs_A or needs_weight or ctx.makes_t:
-            # What goes on to the node is not looked at there: its gradients are ready, and the memory is used again.
-            node.ready, product = _open(node, dproduct, with_product=True, owned=True)
+            halves, product = _open(node, dproduct, with_product=True, owned=True)
+            sent = halves[0].as_strided(ctx.shape, (0,) * len(ctx.shape))
+            setattr(sent, _HALVES, halves)
 
     gradients: list[torch.Tensor | None] = [None] * 4
     if needs_weight or needs_A or ctx.makes_t:
@@ -202,5 +214,4 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if needs_B:
         t = scaled_mms([(rows, A.t(), layer.scaling)], in_place) if ctx.makes_t else t
         gradients[3] = mm_to(dy.t(), t, layer.lora_B.dtype)
-    leading = (None if dproduct is None else dproduct.view(ctx.shape), None, None)
-    return *leading, *[gradients[place] for place in call.trained]
+    return sent, None, None, *[gradients[place] for place in call.trained]
