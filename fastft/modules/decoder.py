@@ -175,8 +175,9 @@ def why_not_fusable(cls: type[nn.Module]) -> str:
 
 
 def _below_checkpointing(forward: Any) -> Any:
-    """The forward that transformers' own wrapper calls; what others have put around it stays."""
-    while hasattr(forward, "__wrapped__") and forward.__code__.co_filename == modeling_layers.__file__:
+    """The forward that transformers' own wrapper calls, and ours; what others have put around it stays."""
+    ours = (modeling_layers.__file__, __file__)
+    while hasattr(forward, "__wrapped__") and forward.__code__.co_filename in ours:
         forward = forward.__wrapped__
     return forward
 
