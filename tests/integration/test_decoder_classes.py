@@ -12,6 +12,7 @@ from importlib import import_module
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from decoder_cases import (
     FAMILIES,
