@@ -127,10 +127,10 @@ class StepProfiler:
         self.wall_ms = 1000 * (time.perf_counter() - self._begin)
         self._profiler.stop()
 
-    def split(self) -> dict[str, Any]:
-        """The split of the profiled steps (see `split_trace`)."""
+    def split(self, trace: Path | None = None) -> dict[str, Any]:
+        """The split of the profiled steps (see `split_trace`); `trace` keeps the Chrome trace in that file."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
+            path = trace or Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         return split_trace(events, self.steps, self.wall_ms)

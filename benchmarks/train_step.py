@@ -80,6 +80,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patch-options", default="", help='for --stack fastft, e.g. "rope=False lora=False"')
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help=f"profile {PROFILED_STEPS} more steps, time the GEMMs")
+    parser.add_argument("--trace", type=Path, help="with --profile: keep the trace of the profiled steps in this file")
     parser.add_argument(
         "--syncs", action="store_true", help=f"count, in {WATCHED_STEPS} more steps, what waits for the GPU"
     )
@@ -236,7 +237,7 @@ def add_profile(
     from benchmarks.gemm_floor import measure_floor
     from benchmarks.profile_step import print_split
 
-    result["profile"] = profiler.split()
+    result["profile"] = profiler.split(args.trace)
     result["profile"]["idle_unprofiled_ms"] = result["step_ms_median"] - result["profile"]["busy_ms"]
     if not result["profile"]["groups_ms"]:
         print("the trace holds no GPU activity: no GPU here, or the profiler may not trace it", file=sys.stderr)
