@@ -70,8 +70,8 @@ def compile_case(case: tuple[Any, dict[str, str], dict[str, Any], int], arch: in
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
     return {
         "shared": compiled.metadata.shared,
-        # Exact products of fp32 are made of FMA, on purpose.
-        "has_dot": any("tt.dot " in line and "xf32> *" not in line for line in compiled.asm["ttir"].splitlines()),
+        # Exact products of fp32 and fp64 are made of FMA where there are no tensor cores for them, on purpose.
+        "has_dot": any("tt.dot " in line and "6> *" in line for line in compiled.asm["ttir"].splitlines()),
         "tensor_cores": any(name in compiled.asm["ptx"] for name in TENSOR_CORE_INSTRUCTIONS),
         "cubin_bytes": len(compiled.asm["cubin"]),
     }

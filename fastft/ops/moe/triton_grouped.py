@@ -6,7 +6,8 @@
 Shapes: rows [S, K], weight [E, K, N], out [S, N]; left [S, M], right [S, N], out [E, M, N]; offsets int32 [E], the end
 of the rows of each expert. Any strides, so that a parameter [E, N, K] comes as a view. K, M and N need not be multiples
 of anything, and low ranks are padded to 16 on the chip.
-Rounding: products and sums in fp32 (without TF32), alpha and what is added to in fp32, one rounding at the store.
+Rounding: products and sums in fp32 (without TF32; short sums of fp32 in fp64), alpha and what is added to in fp32, one
+rounding at the store.
 Dtypes fp32, fp16, bf16; tensor cores for the last two. Cards: sm80 and newer.
 Bytes: rows once for each BLOCK_N columns of out, weight once for each BLOCK_M rows of its expert, both mostly from L2;
 out written once. grouped_outer reads left N / BLOCK_N times and right M / BLOCK_M times.
@@ -32,7 +33,7 @@ from ..launching import Launcher
 # Tiles of rows whose programs run together: they share a tile of weight if one expert owns them, and stay in L2 for
 # the next columns of weight.
 GROUP_M = 8
-# Products in a sum, on average, up to which one in fp32 is cut in two: few enough that it costs little.
+# Products in a sum, on average, up to which one of fp32 numbers is made in fp64: few enough that it costs little.
 SHORT_SUM = 64
 
 
@@ -73,18 +74,18 @@ def _places(first, COUNT: tl.constexpr, AXIS: tl.constexpr, stride):
 
 
 @triton.jit
-def _dot(a, b, total, UPCAST: tl.constexpr, SHORT: tl.constexpr):
+def _dot(a, b, total, UPCAST: tl.constexpr):
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    if a.dtype == tl.float32:
+    if total.dtype == tl.float64:
+        total = tl.dot(a.to(tl.float64), b.to(tl.float64), total, out_dtype=tl.float64)
+    elif a.dtype == tl.float32:
         # A sum of sums: one chain of products errs two to three times as much as cuBLAS. Of minus the product, because
         # the compiler makes one chain of a product that is added.
-        if SHORT:  # all of it would be one chain, for no dot is shorter than 16: two with every other number
-            even = (tl.arange(0, a.shape[1]) % 2 == 0)[None, :]
-            total = total - tl.dot(tl.where(even, -a, 0.0), b, input_precision="ieee")
-            return total - tl.dot(tl.where(even, 0.0, -a), b, input_precision="ieee")
-        return total - tl.dot(-a, b, input_precision="ieee")
-    return tl.dot(a, b, total)
+        total = total - tl.dot(-a, b, input_precision="ieee")
+    else:
+        total = tl.dot(a, b, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows", "row_tiles"])
@@ -108,7 +109,7 @@ def _matmul_kernel(
     N: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
-    SHORT: tl.constexpr,  # whether the sums are
+    WIDE: tl.constexpr,  # sums in fp64: of few numbers in fp32, all would be one chain, for no dot is shorter than 16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,16 +129,16 @@ def _matmul_kernel(
     weight += _places(0, BLOCK_K, 0, weight_stride_k) + _places(column * BLOCK_N, BLOCK_N, 1, weight_stride_n)
     step = tl.full([], BLOCK_K, tl.int64)
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float64 if WIDE else tl.float32)
     for done in range(0, tl.where(expert < E, K, 0), BLOCK_K):
         x = tl.load(rows, mask=row_mask & (k < K - done)[None, :], other=0.0)
         w = tl.load(weight, mask=(k < K - done)[:, None] & col_mask, other=0.0)
-        total = _dot(x, w, total, UPCAST, SHORT)
+        total = _dot(x, w, total, UPCAST)
         rows += step * rows_stride_k
         weight += step * weight_stride_k
 
     out = out_ptr + _places(first, BLOCK_M, 0, out_stride_s) + _places(column * BLOCK_N, BLOCK_N, 1, out_stride_n)
-    total *= alpha
+    total = total.to(tl.float32) * alpha
     if ACCUMULATE:
         total += tl.load(out, mask=row_mask & col_mask, other=0.0).to(tl.float32)
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_mask & col_mask)
@@ -159,7 +160,7 @@ def _outer_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     UPCAST: tl.constexpr,
-    SHORT: tl.constexpr,  # whether the sums are
+    WIDE: tl.constexpr,  # sums in fp64: of few numbers in fp32, all would be one chain, for no dot is shorter than 16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # rows at a time
@@ -179,17 +180,17 @@ def _outer_kernel(
     right += _places(tile_n * BLOCK_N, BLOCK_N, 1, right_stride_n)
     step = tl.full([], BLOCK_K, tl.int64)
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float64 if WIDE else tl.float32)
     for first in range(start, end, BLOCK_K):
         x = tl.load(left, mask=m_mask & (row < end - first)[None, :], other=0.0)
         y = tl.load(right, mask=(row < end - first)[:, None] & n_mask, other=0.0)
-        total = _dot(x, y, total, UPCAST, SHORT)
+        total = _dot(x, y, total, UPCAST)
         left += step * left_stride_s
         right += step * right_stride_s
 
     out = out_ptr + expert.to(tl.int64) * (M * N)
     out += _places(tile_m * BLOCK_M, BLOCK_M, 0, N) + _places(tile_n * BLOCK_N, BLOCK_N, 1, 1)
-    tl.store(out, (total * alpha).to(out_ptr.dtype.element_ty), mask=m_mask & n_mask)
+    tl.store(out, (total.to(tl.float32) * alpha).to(out_ptr.dtype.element_ty), mask=m_mask & n_mask)
 
 
 _matmul, _outer = Launcher(_matmul_kernel), Launcher(_outer_kernel)
@@ -214,6 +215,10 @@ def _block(size: int, largest: int) -> int:
     return min(max(triton.next_power_of_2(size), 16), largest)
 
 
+def _wide(depth: int, element_size: int) -> bool:
+    return element_size == 4 and depth <= SHORT_SUM
+
+
 def choose_tile(height: int, width: int, depth: int, element_size: int) -> Tile:
     """Tile sizes for products [height, depth] @ [depth, width] of one expert, by what an average expert has.
 
@@ -221,20 +226,22 @@ def choose_tile(height: int, width: int, depth: int, element_size: int) -> Tile:
     that sm86 and sm89 have. fp32 without TF32 runs outside of tensor cores, and errs less in short chains of products.
     """
     largest, deepest = (128, 64) if element_size <= 2 else (64, 16)
-    # Short sums are mostly stores, which more and smaller programs overlap better (rank 16 on an H200: by a fifth).
-    tallest = 64 if depth <= 32 else largest
+    # Short sums are mostly stores, which more and smaller programs overlap better (rank 16 on an H200: by a fifth). Of
+    # taller tiles in fp64 Triton would make instructions of sm100 that there are none of.
+    tallest = 32 if _wide(depth, element_size) else 64 if depth <= 32 else largest
     tile = _block(height, tallest), _block(width, largest), _block(depth, deepest)
     return Tile(*tile, 8 if tile[0] * tile[1] >= 128 * 128 else 4)
 
 
 @lru_cache(maxsize=256)
 def _specialise(
-    height: int, width: int, depth: int, element_size: int, flags: tuple[tuple[str, int], ...]
+    height: int, width: int, depth: int, element_size: int, items: tuple[tuple[str, int], ...]
 ) -> dict[str, Any]:
     """Everything a specialisation is compiled for, launch options included."""
     tile = choose_tile(height, width, depth, element_size)
     blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    return {**dict(flags), "UPCAST": _INTERPRETED, **blocks, "GROUP_M": GROUP_M, "num_warps": tile.num_warps}
+    flags = {**dict(items), "UPCAST": _INTERPRETED, "WIDE": _wide(depth, element_size)}
+    return {**flags, **blocks, "GROUP_M": GROUP_M, "num_warps": tile.num_warps}
 
 
 def most_row_tiles(num_rows: int, experts: int, block_m: int) -> int:
@@ -247,14 +254,14 @@ def _matmul_constants(
 ) -> dict[str, Any]:
     # A power of two that holds what an average expert has: varying token counts share few specialisations.
     height = _block(num_rows // experts, 128)
-    flags = {"E": experts, "K": depth, "N": width, "ACCUMULATE": accumulate, "SHORT": depth <= SHORT_SUM}
+    flags = {"E": experts, "K": depth, "N": width, "ACCUMULATE": accumulate}
     flags["EXPERTS"] = triton.next_power_of_2(experts + 1)
     return _specialise(height, width, depth, element_size, tuple(flags.items()))
 
 
 def _outer_constants(num_rows: int, experts: int, height: int, width: int, element_size: int) -> dict[str, Any]:
-    flags = {"E": experts, "M": height, "N": width, "SHORT": num_rows // experts <= SHORT_SUM}
-    return _specialise(height, width, _block(num_rows // experts, 64), element_size, tuple(flags.items()))
+    flags = {"E": experts, "M": height, "N": width}
+    return _specialise(height, width, _block(num_rows // experts, 2 * SHORT_SUM), element_size, tuple(flags.items()))
 
 
 # ------------------------------------------------------------------------------------------------------ launchers
@@ -383,5 +390,9 @@ def compile_cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
         yield _compile_case(
             _matmul_kernel, element, element, _matmul_constants(700, 130, 101, 77, size, False), row_major
         )
+    added = _matmul_constants(65536, 128, 16, 1536, 4, True)
+    yield _compile_case(_matmul_kernel, "fp32", "fp32", added, row_major)
+    few = _outer_constants(8192, 128, 1536, 2048, 4)
+    yield _compile_case(_outer_kernel, "fp32", "fp32", few, ("left_stride_m", "right_stride_n"))
     thin = _outer_constants(65536, 128, 16, 2048, 2)
     yield _compile_case(_outer_kernel, "bf16", "bf16", thin, ("left_stride_m", "right_stride_n"))
