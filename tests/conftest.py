@@ -12,13 +12,13 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-from interpreter import replace_language_once
+from interpreter import lose_less_time
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        replace_language_once(monkeypatch)
+        lose_less_time(monkeypatch)
         yield
 
 
