@@ -94,15 +94,16 @@ def _make_types_once(monkeypatch: pytest.MonkeyPatch, interpreter: Any, core: An
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
 
     def one_of_its_kind(cls, element_ty, shape):
-        if len(types) > MOST_REMEMBERED:
-            types.clear()
         # The type remembered holds the one of its elements, whose id therefore stays its own.
         key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
-        return types.setdefault(key, object.__new__(cls))
-
-    def make_type_once(self, element_ty, shape):
-        if not vars(self):
-            make_type(self, element_ty, shape)
+        found = types.get(key)
+        if found is None:
+            if len(types) > MOST_REMEMBERED:
+                types.clear()
+            found = object.__new__(cls)
+            make_type(found, element_ty, shape)
+            types[key] = found
+        return found
 
     @_remembered
     def attributes(type):
@@ -114,7 +115,7 @@ def _make_types_once(monkeypatch: pytest.MonkeyPatch, interpreter: Any, core: An
         vars(self).update(attributes(type), handle=handle)
 
     monkeypatch.setattr(core.block_type, "__new__", one_of_its_kind)
-    monkeypatch.setattr(core.block_type, "__init__", make_type_once)
+    monkeypatch.setattr(core.block_type, "__init__", lambda self, element_ty, shape: None)
     monkeypatch.setattr(core.tensor, "__init__", make_tensor_from_type)
     monkeypatch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype))
 
