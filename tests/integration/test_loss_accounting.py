@@ -54,6 +54,7 @@ COLLATORS = {
     "padded with a tail": lambda: pad_with_a_tail,
     "packed": lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=True),
 }
+IN_TWO_PROCESSES = ("padded", "packed")
 
 
 class Recording(Trainer):
@@ -128,33 +129,42 @@ def test_a_token_too_many_would_be_noticed(tmp_path: Path) -> None:
     assert loss != pytest.approx(expected_loss, rel=1e-4) and differences(gradients, expected) != []
 
 
-@pytest.mark.parametrize("collator", ["padded", "packed"])
-def test_two_processes(tmp_path: Path, collator: str) -> None:
-    stock = tiny_model("llama", initializer_range=0.2)
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes found with each collator, started once for all: to import what they need takes longer."""
+    folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     finished = subprocess.run(
-        [*launcher, __file__, str(tmp_path), collator], capture_output=True, text=True, env=environment, check=False
-    )
+        [*launcher, __file__, str(folder), *IN_TWO_PROCESSES],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-3000:]
-    found = torch.load(tmp_path / "found.pt")
+    return folder
+
+
+@pytest.mark.parametrize("collator", IN_TWO_PROCESSES)
+def test_two_processes(two_processes: Path, collator: str) -> None:
+    stock = tiny_model("llama", initializer_range=0.2)
+    found = torch.load(two_processes / f"{collator}.pt")
     expected_loss, expected = whole(stock)
     assert found["loss"] == pytest.approx(expected_loss, rel=1e-4)
     assert differences(found["gradients"], expected) == []
     assert found["attention_calls"] == 2 * 2  # layers, micro-batches
 
 
-def main(folder: str, collator: str) -> None:
-    """One of the two processes: two micro-batches of two samples each."""
-    model = patch_model(tiny_model("llama", initializer_range=0.2))
-    loss, gradients = step(Path(folder), model, 2, 2, collator)
-    if torch.distributed.get_rank() == 0:
-        found = {"loss": loss, "attention_calls": attention_calls(model)}
-        torch.save(
-            {**found, "gradients": {n.removeprefix("module."): g for n, g in gradients.items()}},
-            Path(folder) / "found.pt",
-        )
+def main(folder: str, *collators: str) -> None:
+    """One of the two processes: two micro-batches of two samples each, with each of the collators."""
+    for collator in collators:
+        model = patch_model(tiny_model("llama", initializer_range=0.2))
+        loss, gradients = step(Path(folder) / collator, model, 2, 2, collator)
+        if torch.distributed.get_rank() == 0:
+            found = {"loss": loss, "attention_calls": attention_calls(model)}
+            torch.save(
+                {**found, "gradients": {n.removeprefix("module."): g for n, g in gradients.items()}},
+                Path(folder) / f"{collator}.pt",
+            )
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads may outlive a process group that is taken down, and abort the process
 
