@@ -19,6 +19,7 @@ from .memory.activations import ActivationMemory, Budget
 from .memory.schedule import OFFLOAD, RECOMPUTE, Mode
 from .memory.tape import THIN
 from .model_report import Report
+from .modules import walks
 from .modules.names import ImplementationName
 from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Skipped, make_plan
@@ -84,6 +85,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
     states = _shared_states(target)
     _uninstall_memory(target)
+    walks.unbind(target)
     for module in target.modules():
         decoder.unfuse(module)
         _remove_hooks(module)
@@ -139,6 +141,8 @@ def _why_not_in_effect(module: nn.Module, op: str) -> str:
 
     if op == "checkpointing":
         return ""
+    if op == "walks":
+        return "" if walks.is_bound(module) else "its methods were put back; call patch_model again"
     state = state_of(module)
     if state is None:
         # The layer around experts binds what PEFT has put around them, before its next forward.
@@ -194,6 +198,8 @@ def _is_patched_so(target: nn.Module, config: PatchConfig, plan: Plan) -> bool:
         return False
     modules = dict(target.named_modules())
     patched = {fqn for fqn, module in modules.items() if state_of(module) is not None}
+    if any(item.op == "walks" for item in plan.replaced) and not walks.is_bound(target):
+        return False
     return patched == {binding.fqn for binding in plan.bindings} and all(
         _is_bound_so(modules[binding.fqn], binding) for binding in plan.bindings
     )
@@ -327,6 +333,8 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
             decoder.fuse(module)
         if binding.bind_forward:
             module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
+    if any(item.op == "walks" for item in plan.replaced):
+        walks.bind(target)
     if shared.memory is not None:  # last: it asks which modules of a layer tell what they make
         checkpointing.install(target, shared.memory)
 

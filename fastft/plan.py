@@ -159,6 +159,11 @@ class _Planner:
                     f"use {left.op}='auto' or {left.op}=False"
                 )
         self._checkpointing()
+        if self.config.walks is False:
+            self._skip("", "walks", "walks=False")
+        elif self.replaced:
+            reason = "train(), parameters() and num_parameters(), of which a trainer's step is full"
+            self.replaced.append(Replacement("", "walks", "direct", reason))
 
     def _layers(self) -> None:
         """All of a model's layers or none: FSDP wraps those that are of the class which it finds first by its name."""

@@ -7,14 +7,18 @@ same few launches for every layer, so the compiled kernel is remembered here, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+from ..capability import probe
 
 # What Triton specialises a kernel for: whether a pointer is a multiple of this many bytes.
 _ALIGNMENT = 16
 # The number of tokens is part of what is remembered and differs from batch to batch.
 _MOST_REMEMBERED = 1024
+_SMALLEST_WIDE = 2**31
 
 
 class Launcher:
@@ -24,11 +28,13 @@ class Launcher:
         kernel: decorated by `triton.jit`; its parameters are pointers, then numbers, then constexprs.
     """
 
-    __slots__ = ("_compiled", "_kernel")
+    __slots__ = ("_compiled", "_kernel", "_kinds")
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
+        # By the numbers themselves, which is soonest looked up, and by all that Triton specialises for.
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._kinds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(
         self,
@@ -65,6 +71,11 @@ class Launcher:
         kinds = [None if x is None else (x.dtype, x.data_ptr() % _ALIGNMENT) for x in pointers]
         key = (device, *kinds, numbers, *constants.values())
         known = self._compiled.get(key)
+        if known is None:
+            kind = (device, *kinds, *map(_kind, numbers), *constants.values())
+            known = self._kinds.get(kind)
+            if known is not None:
+                _remember(self._compiled, key, known)
         if known is not None:
             compiled, constexprs = known
             compiled[programs, 1, 1](*pointers, *numbers, *constexprs)
@@ -72,7 +83,19 @@ class Launcher:
         compiled = self._kernel[(programs,)](*pointers, *numbers, **constants)
         if compiled is None:  # the interpreter compiles nothing
             return
-        if len(self._compiled) >= _MOST_REMEMBERED:
-            self._compiled.clear()
         constexprs = tuple(constants[name] for name in self._kernel.arg_names if name in constants)
-        self._compiled[key] = (compiled, constexprs)
+        _remember(self._compiled, key, (compiled, constexprs))
+        _remember(self._kinds, kind, (compiled, constexprs))
+
+
+def _kind(number: float) -> Any:
+    """What of a number a kernel may be specialised for: whether it is 1, a multiple of 16, how wide."""
+    if type(number) is not int:
+        return number
+    return number == 1, number % _ALIGNMENT == 0, -_SMALLEST_WIDE <= number < _SMALLEST_WIDE, number >= 2**63
+
+
+def _remember(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: tuple[Any, tuple[Any, ...]]) -> None:
+    if len(known) >= _MOST_REMEMBERED:
+        known.clear()
+    known[key] = value

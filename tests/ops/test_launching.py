@@ -75,6 +75,17 @@ def test_whatever_differs_goes_through_triton_again(other):
     assert len(kernel.compilations) == 2
 
 
+def test_other_numbers_of_a_kind_go_to_the_same_compiled_kernel():
+    kernel = FakeKernel()
+    launch = Launcher(kernel)
+    x, y = torch.zeros(8), torch.zeros(8)
+    for n in (8, 9, 27, 32, 48, 1, 2**31 - 1, 2**31 + 3, 2**40 + 3, -5, -16):
+        launch(1, (x, y), (n, 0.5), CONSTANTS)
+        launch(1, (x, y), (n, 0.5), CONSTANTS)
+    assert len(kernel.compilations) == 4  # any, a multiple of 16, one, and of 64 bits
+    assert [args[2] for _, args in kernel.launches[4:6]] == [27, 27]
+
+
 def test_the_interpreter_compiles_nothing_to_remember():
     kernel = FakeKernel(interprets=True)
     launch = Launcher(kernel)
