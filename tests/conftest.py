@@ -48,6 +48,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
+    with torch.device("cpu"):
+        torch.empty(0)  # torch remembers what makes tensors, for `with torch.device(...)`, and must not remember ours
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
 
