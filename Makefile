@@ -10,7 +10,8 @@ SOURCES := fastft tests examples benchmarks
 CHECK_VERSION := -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fastft needs Python 3.11 or newer: make PYTHON=python3.11")'
 
 # Two test processes with one thread each: tests that open more threads than there are cores only wait for each other.
-PYTEST_ARGS ?= -n 2
+# The one that is done first takes over what the other has left, to the last test.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: install lint format test demo clean
 
