@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..capability import Verdict
+import torch
+
+from ..capability import GPUCapability, Verdict
 from ..errors import UnsupportedOptionError
 
 AUTO = "auto"
@@ -54,3 +56,15 @@ def select(op: str, requested: str, verdicts: Mapping[str, Verdict]) -> Choice:
         hint = f"use {op}={usable!r} or {op}='auto'" if usable else "nothing else can run here either"
         raise UnsupportedOptionError(f"{op}={requested!r} cannot run here: {verdict.reason}; {hint}")
     return Choice(requested, f"asked for; {verdict.reason}")
+
+
+def verdict_in_fp32(capability: GPUCapability, *dtypes: torch.dtype) -> Verdict:
+    """Whether Triton kernels that compute in fp32 can take tensors of these dtypes: the first reason against it."""
+    verdict = capability.triton
+    for dtype in dtypes:
+        if dtype == torch.float64:
+            return Verdict(False, "the kernels compute in fp32, which would lose the precision of fp64")
+        verdict = capability.triton_for(dtype)
+        if not verdict:
+            return verdict
+    return verdict

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ...capability import GPUCapability, Verdict, probe
 from ...errors import KernelInputError, UnsupportedOptionError
 from ..products import AUTOCAST_DTYPES
-from ..selection import AUTO, select
+from ..selection import AUTO, select, verdict_in_fp32
 from . import autograd, reference
 from .autograd import Kernels, Projection
 
@@ -108,10 +108,7 @@ def verdicts(capability: GPUCapability, dtype: torch.dtype) -> dict[str, Verdict
     Returns:
         "triton" and "reference" with their verdicts; the reference comes first without a GPU.
     """
-    if dtype == torch.float64:
-        triton = Verdict(False, "the kernels compute in fp32, which would lose the precision of fp64")
-    else:
-        triton = capability.triton_for(dtype)
+    triton = verdict_in_fp32(capability, dtype)
     found = {"triton": triton, "reference": Verdict(True, "plain torch; runs on any device")}
     return found if capability.device.kind != "cpu" else dict(reversed(found.items()))
 

@@ -9,7 +9,7 @@ import torch
 
 from ...capability import GPUCapability, Verdict, probe
 from ...errors import KernelInputError, UnsupportedOptionError
-from ..selection import AUTO, select
+from ..selection import AUTO, select, verdict_in_fp32
 from . import reference
 
 ROUNDINGS = ("llama", "fp32_weight", "gemma")
@@ -176,13 +176,7 @@ def add_verdicts(
 def _triton_verdict(capability: GPUCapability, dtypes: tuple[torch.dtype, ...], hidden_size: int) -> Verdict:
     if hidden_size > TRITON_MAX_HIDDEN_SIZE:
         return Verdict(False, f"a row of {hidden_size} does not fit one program (at most {TRITON_MAX_HIDDEN_SIZE})")
-    for dtype in dtypes:
-        if dtype == torch.float64:
-            return Verdict(False, "the kernels compute in fp32, which would lose the precision of fp64")
-        verdict = capability.triton_for(dtype)
-        if not verdict:
-            return verdict
-    return verdict
+    return verdict_in_fp32(capability, *dtypes)
 
 
 @lru_cache(maxsize=256)
