@@ -80,7 +80,8 @@ def module_name(path: Path) -> str:
 
 # What several operations are made of.
 SHARED_BY_OPS = {
-    "adapter_casts", "first_order", "kept", "launching", "packed_weight", "products", "selection", "triton_activations",
+    "adapter_casts", "compiling", "first_order", "kept", "launching", "layouts", "packed_weight", "products",
+    "selection", "tiles", "triton_activations", "triton_pairs",
 }  # fmt: skip
 
 

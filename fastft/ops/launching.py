@@ -99,3 +99,9 @@ def _remember(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: tu
     if len(known) >= _MOST_REMEMBERED:
         known.clear()
     known[key] = value
+
+
+@lru_cache(maxsize=64)
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a device; one on the CPU, where the interpreter runs."""
+    return max(1, probe(device).device.sm_count)

@@ -6,24 +6,22 @@ is made, and results are allocated in the shape given.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ...capability import probe
-from ..launching import Launcher
+from ..launching import Launcher, sm_count
+from ..layouts import Layout, layout_of, needs_long_indexing, of_equal_strides, reach
 from .specialise import BACKWARD, FORWARD, Heads, Kind, specialise
 from .triton import qk_norm_rope_bwd_kernel, qk_norm_rope_fwd_kernel
 
-INT32_MAX = 2**31 - 1
 # Warps that stay resident on one multiprocessor while programs walk the tokens to sum a weight's gradient. More of them
 # would queue behind the others, each having a fixed share of the tokens.
 RESIDENT_WARPS = 16
 
 _launch_fwd, _launch_bwd = Launcher(qk_norm_rope_fwd_kernel), Launcher(qk_norm_rope_bwd_kernel)
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
 
 class LaunchPlan(NamedTuple):
@@ -67,9 +65,9 @@ def launch_forward(
     Args:
         long_indexing: for tests; chosen from the reach of every tensor by default.
     """
-    cos, sin = _of_equal_strides(cos, sin)
+    cos, sin = of_equal_strides(cos, sin)
     q_heads, k_heads = _heads(q, head_dim), _heads(k, head_dim)
-    plan = plan_forward(_layout(cos), q_heads, k_heads, kind, long_indexing)
+    plan = plan_forward(layout_of(cos), q_heads, k_heads, kind, long_indexing)
     q_out, q_rstd = _empty_results(q, q_heads, q_weight, kind)
     k_out, k_rstd = _empty_results(k, k_heads, k_weight, kind)
     _launch_fwd(
@@ -95,14 +93,14 @@ def launch_backward(
     Args:
         q, k: None if nothing of it is needed; one of them is.
     """
-    cos, sin = _of_equal_strides(cos, sin)
+    cos, sin = of_equal_strides(cos, sin)
     layouts = [
         (None, None) if side is None else (_heads(side.dout, head_dim), _heads(side.x, head_dim)) for side in (q, k)
     ]
-    plan = plan_backward(_layout(cos), *layouts[0], *layouts[1], kind, long_indexing)
+    plan = plan_backward(layout_of(cos), *layouts[0], *layouts[1], kind, long_indexing)
     programs = plan.num_blocks
     if any(side is not None and side.needs_dweight for side in (q, k)):
-        programs = min(programs, _sm_count(cos.device) * max(1, RESIDENT_WARPS // plan.constants["num_warps"]))
+        programs = min(programs, sm_count(cos.device) * max(1, RESIDENT_WARPS // plan.constants["num_warps"]))
     pointers, results = [], []
     for side in (q, k):
         dx, partials = (None, None) if side is None else _empty_gradients(side, programs)
@@ -144,7 +142,7 @@ def plan_forward(angles: Layout, q: Layout, k: Layout, kind: Kind, long_indexing
     batch, length, num_q_heads, head_dim = q[0]
     num_k_heads, half = k[0][2], angles[0][-1]
     if long_indexing is None:
-        long_indexing = _needs_long_indexing((angles, q, k))
+        long_indexing = needs_long_indexing(*_reaches((angles, q, k)))
     constants = specialise(Heads(num_q_heads, num_k_heads, head_dim, half), kind, long_indexing, FORWARD)
     return _plan(batch, length, angles, (q, k), constants)
 
@@ -166,7 +164,7 @@ def plan_backward(
     num_q_heads, num_k_heads = (0 if x is None else x[0][2] for x in (q, k))
     layouts = (dq_out, q, dk_out, k)
     if long_indexing is None:
-        long_indexing = _needs_long_indexing((angles, *layouts))
+        long_indexing = needs_long_indexing(*_reaches((angles, *layouts)))
     constants = specialise(Heads(num_q_heads, num_k_heads, head_dim, angles[0][-1]), kind, long_indexing, BACKWARD)
     return _plan(batch, length, angles, layouts, constants)
 
@@ -187,38 +185,15 @@ def _effective_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list
     return [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
 
 
-def _needs_long_indexing(layouts: tuple[Layout | None, ...]) -> bool:
-    """Whether an offset into any tensor, or into a contiguous result of its size, is past what int32 holds."""
-    for sizes, strides in filter(None, layouts):
-        numel = 1
-        for size in sizes:
-            numel *= size
-        reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        if max(reach, numel - 1) > INT32_MAX:
-            return True
-    return False
-
-
-def _layout(x: torch.Tensor) -> Layout:
-    return x.shape, x.stride()
+def _reaches(layouts: tuple[Layout | None, ...]) -> list[int]:
+    """The largest offset into each tensor, or into a contiguous result of its size."""
+    return [max(reach(*layout), math.prod(layout[0]) - 1) for layout in layouts if layout is not None]
 
 
 def _heads(x: torch.Tensor, head_dim: int | None) -> Layout:
     """x seen as [B, L, H, D]; with `head_dim` its last dimension is all heads."""
-    sizes, strides = _layout(x)
+    sizes, strides = layout_of(x)
     if head_dim is not None:
         sizes = (*sizes[:-1], sizes[-1] // head_dim, head_dim)
         strides = (*strides[:-1], strides[-1] * head_dim, strides[-1])
     return (sizes, strides) if len(sizes) == 4 else ((1, *sizes), (0, *strides))
-
-
-def _of_equal_strides(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel walks both with one set of strides; only a caller who lays them out differently pays for this."""
-    if cos.stride() == sin.stride():
-        return cos, sin
-    return cos.clone(memory_format=torch.contiguous_format), sin.clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache(maxsize=64)
-def _sm_count(device: torch.device) -> int:
-    return max(1, probe(device).device.sm_count)  # 0 on the CPU, where the interpreter runs

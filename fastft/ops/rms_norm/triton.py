@@ -30,10 +30,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...capability import probe
 from ..first_order import first_order
 from ..kept import KeptTensors
-from ..launching import Launcher
+from ..launching import Launcher, sm_count
+from ..layouts import INT32_MAX
 
 # 4096 elements a tile and 4 warps are 32 elements a thread: four 16-byte loads of each 16-bit operand in flight.
 TILE_ELEMENTS = 4096
@@ -41,7 +41,6 @@ ELEMENTS_PER_WARP = 1024
 # Warps of the weight-gradient backward that stay resident on one multiprocessor (ptxas: up to 165 registers a thread,
 # which 12 warps fill). More programs than that would queue behind the others, each having a fixed share of the rows.
 RESIDENT_WARPS = 12
-INT32_MAX = 2**31 - 1
 
 # The kernels are not specialised on num_rows: packed batches change it from step to step, and a first odd (or first
 # round) number would stop training to compile a variant that is no faster.
@@ -171,11 +170,6 @@ def launch_config(hidden_size: int) -> LaunchConfig:
     return LaunchConfig(block_m, block_h, num_warps, max(1, RESIDENT_WARPS // num_warps))
 
 
-@lru_cache(maxsize=64)
-def _sm_count(device: torch.device) -> int:
-    return max(1, probe(device).device.sm_count)  # 0 on the CPU, where the interpreter runs
-
-
 def _row_stride(tensor: torch.Tensor) -> int | None:
     """Elements between consecutive rows [H] of a tensor [..., H], or None when no single stride leads through them."""
     *sizes, hidden_size = tensor.shape
@@ -266,7 +260,7 @@ def launch_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     partials = None
     if needs_dweight:
-        programs = min(programs, programs_per_sm * _sm_count(x.device))
+        programs = min(programs, programs_per_sm * sm_count(x.device))
         partials = torch.empty((programs, hidden_size), dtype=torch.float32, device=x.device)
     reach = num_rows * max(x_row_stride, dy_row_stride, dh_row_stride, hidden_size)
     _launch_bwd(

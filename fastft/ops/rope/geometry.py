@@ -1,4 +1,4 @@
-"""Where the elements of q, k and the angles lie: shapes and strides as plain integers, no tensor is touched.
+"""Where the elements of q, k and the angles lie, see also `fastft.ops.layouts`: plain integers, no tensor is touched.
 
 The kernel sees tokens as [batch, length]. Whenever every tensor allows it the two are folded into one axis, which is
 the packed case and all contiguous ones.
@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-INT32_MAX = 2**31 - 1
+from ..layouts import Layout, reach
 
 Strides = tuple[int, int]  # of the batch and of the length axis, in elements
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides of a tensor
 
 
 class HeadView(NamedTuple):
@@ -34,11 +33,6 @@ class HeadView(NamedTuple):
     def reach(self) -> int:
         """The largest offset of an element from the first one, in elements."""
         return reach((self.batch, self.length, self.heads, self.head_dim), (*self.tokens, self.head, self.dim))
-
-
-def layout_of(x: torch.Tensor) -> Layout:
-    """Sizes and strides, hashable."""
-    return x.shape, x.stride()
 
 
 def head_view(layout: Layout, head_dim: int | None) -> HeadView:
@@ -71,16 +65,6 @@ def fold_tokens(batch: int, length: int, strides: Sequence[Strides]) -> tuple[in
     if all(along_batch == along_length * length for along_batch, along_length in strides):
         return 1, batch * length, [(0, along_length) for _, along_length in strides]
     return batch, length, list(strides)
-
-
-def reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """The largest offset that `sizes` and `strides` lead to, in elements."""
-    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True) if size > 1)
-
-
-def needs_long_indexing(*reaches: int) -> bool:
-    """Whether any offset is past what int32 holds, so that the kernel has to compute offsets in int64."""
-    return max(reaches) > INT32_MAX
 
 
 def align_angles(angles: torch.Tensor, token_dims: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..launching import Launcher
-from .geometry import Layout, fold_tokens, head_view, layout_of, needs_long_indexing, reach, token_strides
+from ..layouts import Layout, layout_of, needs_long_indexing, of_equal_strides, reach
+from .geometry import fold_tokens, head_view, token_strides
 from .triton import Tile, rope_kernel, specialise
 
 _launch = Launcher(rope_kernel)
@@ -101,9 +102,7 @@ def rotate(
     outs = list(tensors) if in_place else [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     if not any(x.numel() for x in tensors):
         return outs
-    if cos.stride() != sin.stride():
-        # The kernel walks both with one set of strides; only a caller who lays them out differently pays for this.
-        cos, sin = cos.clone(memory_format=torch.contiguous_format), sin.clone(memory_format=torch.contiguous_format)
+    cos, sin = of_equal_strides(cos, sin)
     plan = plan_launch(
         tuple(map(layout_of, tensors)), layout_of(cos), None if position_ids is None else layout_of(position_ids),
         head_dim=head_dim, interleaved=interleaved, inverse=inverse, in_place=in_place,
