@@ -12,13 +12,14 @@ Bytes an element at 16 bits: forward 6 (gate, up in, product out), backward 10 (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..compiling import CompileCase, compile_case
 from ..launching import Launcher
 from ..triton_activations import activate
 
@@ -143,19 +144,15 @@ def _constants(size: int, activation: str) -> dict[str, Any]:
     return {"I": size, "ACTIVATION": activation, "ROWS": rows, "COLUMNS": columns, "num_warps": 4}
 
 
-def compile_cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+def compile_cases() -> Iterator[CompileCase]:
     """Both kernels with every activation, for `tests/cross_compile.py`."""
     for element, size, activation in (("bf16", 8192, "silu"), ("fp16", 3072, "gelu"), ("fp32", 77, "gelu_tanh")):
-        constants = dict(_constants(size, activation))
-        warps = constants.pop("num_warps")
-        for kernel, flags in (
-            (_gated_forward_kernel, {}),
-            (_gated_backward_kernel, {}),
-            (_gated_backward_kernel, {"product_ptr": None}),
-        ):
-            constexprs = {**constants, **flags}
-            signature = {}
-            for name in kernel.arg_names:
-                usual = f"*{element}" if name.endswith("_ptr") else "i32"
-                signature[name] = "constexpr" if name in constexprs else usual
-            yield kernel, signature, constexprs, warps
+        kinds = partial(_kind_of, element)
+        constants = _constants(size, activation)
+        yield compile_case(_gated_forward_kernel, constants, kinds)
+        yield compile_case(_gated_backward_kernel, constants, kinds)
+        yield compile_case(_gated_backward_kernel, {**constants, "product_ptr": None}, kinds)
+
+
+def _kind_of(element: str, name: str) -> str:
+    return f"*{element}" if name.endswith("_ptr") else "i32"
