@@ -9,8 +9,9 @@ import torch
 
 from ...capability import GPUCapability, Verdict, probe
 from ...errors import KernelInputError, UnsupportedOptionError
-from ..selection import AUTO, select
-from .padding import padded_row, power_of_two_at_least
+from ..selection import AUTO, select, verdict_in_fp32
+from ..tiles import power_of_two_at_least
+from .padding import padded_row
 from .reference import qk_norm_rope as reference
 
 LAYOUTS = ("half", "interleaved")
@@ -126,14 +127,7 @@ def _triton_verdict(
             f"{together}, {row} elements when padded to powers of two, do not fit one program (at most "
             f"{TRITON_MAX_ROW}); rms_norm and rope_qk have kernels of their own",
         )
-    verdict = capability.triton
-    for dtype in dtypes:
-        if dtype == torch.float64:
-            return Verdict(False, "the kernels compute in fp32, which would lose the precision of fp64")
-        verdict = capability.triton_for(dtype)
-        if not verdict:
-            return verdict
-    return verdict
+    return verdict_in_fp32(capability, *dtypes)
 
 
 @lru_cache(maxsize=256)

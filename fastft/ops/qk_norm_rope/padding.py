@@ -1,10 +1,8 @@
-"""How large a row is in a program, where sizes are powers of two. Known without Triton."""
+"""How large a row is in a program. Known without Triton."""
 
 from __future__ import annotations
 
-
-def power_of_two_at_least(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+from ..tiles import power_of_two_at_least
 
 
 def padded_row(head_dim: int, half: int) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .padding import padded_row, power_of_two_at_least
+from ..compiling import CompileCase, compile_case
+from ..tiles import heads_a_tile, power_of_two_at_least
+from .padding import padded_row
 from .triton import qk_norm_rope_bwd_kernel, qk_norm_rope_fwd_kernel
 
 MIN_WARPS, MAX_WARPS = 4, 16
@@ -21,7 +23,7 @@ class Budget(NamedTuple):
 
 
 # 32 and 16 elements a thread: the backward holds dout beside x, and maybe the sums of dweight. By ptxas for sm90 it is
-# up to 121 registers forward and 168 backward; only whole rows of 8192 in fp32 spill (48 bytes).
+# up to 121 registers forward and 168 backward; only whole rows of 8192 in fp32 spill (56 bytes).
 FORWARD = Budget(elements=4096, elements_per_warp=1024)
 BACKWARD = Budget(elements=2048, elements_per_warp=512)
 
@@ -51,7 +53,7 @@ def specialise(heads: Heads, kind: Kind, long_indexing: bool, budget: Budget) ->
     if kind.whole_width:
         block_hq, block_hk = power_of_two_at_least(heads.num_q_heads), power_of_two_at_least(heads.num_k_heads)
     else:
-        block_hq, block_hk = _heads_a_tile(heads.num_q_heads, limit), _heads_a_tile(heads.num_k_heads, limit)
+        block_hq, block_hk = heads_a_tile(heads.num_q_heads, limit), heads_a_tile(heads.num_k_heads, limit)
     most_heads = max(block_hq, block_hk)
     block_t = min(MAX_BLOCK_TOKENS, max(1, limit // most_heads))
     warps = -(-block_t * most_heads * row // budget.elements_per_warp)
@@ -65,23 +67,7 @@ def specialise(heads: Heads, kind: Kind, long_indexing: bool, budget: Budget) ->
     }  # fmt: skip
 
 
-def _heads_a_tile(heads: int, limit: int) -> int:
-    """The power of two that leaves the fewest empty rows in the last tile; the largest one if several do."""
-    largest = power_of_two_at_least(min(heads, limit))
-    candidates = [largest >> shift for shift in range(3) if 0 < largest >> shift <= limit]
-    return min(candidates, key=lambda block: -(-heads // block) * block) if heads else 1
-
-
 # ------------------------------------------------------------------------------------------------ compiling
-
-
-class CompileCase(NamedTuple):
-    """What `triton.compiler.ASTSource` needs to compile a kernel without a GPU."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    num_warps: int
 
 
 def _compile_case(
@@ -89,23 +75,19 @@ def _compile_case(
 ) -> CompileCase:
     """`absent` names pointers that are None, separated by spaces."""
     constexprs = specialise(heads, kind, long_indexing, FORWARD if kernel is qk_norm_rope_fwd_kernel else BACKWARD)
-    num_warps = constexprs["num_warps"]
-    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
-    constexprs |= dict.fromkeys(absent.split())
+    constexprs = constexprs | dict.fromkeys(absent.split())
     constexprs |= {name: 1 for name in kernel.arg_names if name.endswith("_dim_stride")}
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constexprs:
-            signature[name] = "constexpr"
-        elif name.endswith(("_rstd_ptr", "_partials_ptr", "cos_ptr", "sin_ptr")):
-            signature[name] = "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = f"*{weight if name.endswith('_weight_ptr') else element}"
-        elif name == "eps":
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i64" if long_indexing and name.endswith("_stride") else "i32"
-    return CompileCase(kernel, signature, constexprs, num_warps)
+
+    def kind_of(name: str) -> str:
+        if name.endswith(("_rstd_ptr", "_partials_ptr", "cos_ptr", "sin_ptr")):
+            return "*fp32"
+        if name.endswith("_ptr"):
+            return f"*{weight if name.endswith('_weight_ptr') else element}"
+        if name == "eps":
+            return "fp32"
+        return "i64" if long_indexing and name.endswith("_stride") else "i32"
+
+    return compile_case(kernel, constexprs, kind_of)
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -27,7 +27,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_rows import index, load_angles, load_row, load_scale, rounded, row_mean, store_row, zeros
+from ..triton_pairs import index, load_angles
+from .triton_rows import load_row, load_scale, rounded, row_mean, store_row, zeros
 
 
 @triton.jit

@@ -10,13 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def index(start, COUNT: tl.constexpr, LONG_INDEXING: tl.constexpr):
-    index = start + tl.arange(0, COUNT)
-    if LONG_INDEXING:
-        index = index.to(tl.int64)
-    return index
+from ..triton_pairs import index, load_pairs, store_pairs
 
 
 @triton.jit
@@ -40,21 +34,12 @@ def load_row(
     BLOCK_TAIL: tl.constexpr,
 ):
     """Both sides of each pair and what is not rotated, in fp32; without the latter, one zero in its place."""
-    if INTERLEAVED:
-        # One contiguous load, taken apart in registers: a load of every second element would waste half of each.
-        dim = index(0, 2 * BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        both = tl.load(rows + dim * dim_stride, mask=row_mask & (dim < 2 * HALF), other=0.0)
-        first, second = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK_HALF, 2)))
-    else:
-        dim = index(0, BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        mask = row_mask & (dim < HALF)
-        first = tl.load(rows + dim * dim_stride, mask=mask, other=0.0)
-        second = tl.load(rows + (dim + HALF) * dim_stride, mask=mask, other=0.0)
+    first, second = load_pairs(rows, row_mask, dim_stride, HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING)
     tail = zeros(1, 1, 0)
     if BLOCK_TAIL > 0:
         dim = index(2 * HALF, BLOCK_TAIL, LONG_INDEXING)[None, None, :]
         tail = tl.load(rows + dim * dim_stride, mask=row_mask & (dim < D), other=0.0).to(tl.float32)
-    return first.to(tl.float32), second.to(tl.float32), tail
+    return first, second, tail
 
 
 @triton.jit
@@ -71,16 +56,8 @@ def store_row(
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
 ):
-    first, second = first.to(rows.dtype.element_ty), second.to(rows.dtype.element_ty)
-    if INTERLEAVED:
-        dim = index(0, 2 * BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        both = tl.reshape(tl.join(first, second), (first.shape[0], first.shape[1], 2 * BLOCK_HALF))
-        tl.store(rows + dim, both, mask=row_mask & (dim < 2 * HALF))
-    else:
-        dim = index(0, BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        mask = row_mask & (dim < HALF)
-        tl.store(rows + dim, first, mask=mask)
-        tl.store(rows + dim + HALF, second, mask=mask)
+    """Contiguous rows, with one rounding."""
+    store_pairs(rows, row_mask, 1, first, second, HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING)
     if BLOCK_TAIL > 0:
         dim = index(2 * HALF, BLOCK_TAIL, LONG_INDEXING)[None, None, :]
         tl.store(rows + dim, tail.to(rows.dtype.element_ty), mask=row_mask & (dim < D))
@@ -128,21 +105,3 @@ def load_scale(
     if ROUNDING == "gemma":
         first, second, tail = first + 1.0, second + 1.0, tail + 1.0
     return first, second, tail
-
-
-@triton.jit
-def load_angles(
-    cos_ptr,
-    sin_ptr,
-    token_offset,  # [BLOCK_T, 1, 1]
-    token_mask,
-    dim_stride,
-    HALF: tl.constexpr,
-    LONG_INDEXING: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    dim = index(0, BLOCK_HALF, LONG_INDEXING)[None, None, :]
-    offset, mask = token_offset + dim * dim_stride, token_mask & (dim < HALF)
-    cos = tl.load(cos_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    return cos, sin

@@ -26,68 +26,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..compiling import CompileCase, compile_case
+from ..tiles import heads_a_tile, power_of_two_at_least
+from ..triton_pairs import index, load_angles, load_pairs, store_pairs
+
 # Pairs a tile: 16 a thread at 4 warps, that is four 16-byte loads of 16-bit elements in flight, in about 64 registers.
 TILE_PAIRS = 2048
 NUM_WARPS = 4
 MAX_BLOCK_TOKENS = 8
-
-
-@triton.jit
-def _index(start, COUNT: tl.constexpr, LONG_INDEXING: tl.constexpr):
-    index = start + tl.arange(0, COUNT)
-    if LONG_INDEXING:
-        index = index.to(tl.int64)
-    return index
-
-
-@triton.jit
-def _load_pairs(
-    rows,  # [BLOCK_T, BLOCK_H, 1] pointers to the first element of each head
-    row_mask,  # [BLOCK_T, BLOCK_H, 1]
-    dim_stride,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LONG_INDEXING: tl.constexpr,
-):
-    if INTERLEAVED:
-        # One contiguous load, taken apart in registers: a load of every second element would waste half of each.
-        dim = _index(0, 2 * BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        both = tl.load(rows + dim * dim_stride, mask=row_mask & (dim < 2 * HALF), other=0.0)
-        first, second = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK_HALF, 2)))
-    else:
-        dim = _index(0, BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        mask = row_mask & (dim < HALF)
-        first = tl.load(rows + dim * dim_stride, mask=mask, other=0.0)
-        second = tl.load(rows + (dim + HALF) * dim_stride, mask=mask, other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
-
-
-@triton.jit
-def _store_rotated(
-    rows,
-    row_mask,
-    dim_stride,
-    first,  # [BLOCK_T, BLOCK_H, BLOCK_HALF] fp32
-    second,
-    cos,  # [BLOCK_T, 1, BLOCK_HALF] fp32
-    sin,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LONG_INDEXING: tl.constexpr,
-):
-    rotated_first = (first * cos - second * sin).to(rows.dtype.element_ty)
-    rotated_second = (second * cos + first * sin).to(rows.dtype.element_ty)
-    if INTERLEAVED:
-        dim = _index(0, 2 * BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        both = tl.reshape(tl.join(rotated_first, rotated_second), (first.shape[0], first.shape[1], 2 * BLOCK_HALF))
-        tl.store(rows + dim * dim_stride, both, mask=row_mask & (dim < 2 * HALF))
-    else:
-        dim = _index(0, BLOCK_HALF, LONG_INDEXING)[None, None, :]
-        mask = row_mask & (dim < HALF)
-        tl.store(rows + dim * dim_stride, rotated_first, mask=mask)
-        tl.store(rows + (dim + HALF) * dim_stride, rotated_second, mask=mask)
 
 
 @triton.jit
@@ -102,7 +48,7 @@ def _copy_tail(
     BLOCK_TAIL: tl.constexpr,
     LONG_INDEXING: tl.constexpr,
 ):
-    dim = _index(2 * HALF, BLOCK_TAIL, LONG_INDEXING)[None, None, :]
+    dim = index(2 * HALF, BLOCK_TAIL, LONG_INDEXING)[None, None, :]
     mask = row_mask & (dim < D)
     tl.store(out_rows + dim * out_dim_stride, tl.load(rows + dim * dim_stride, mask=mask, other=0.0), mask=mask)
 
@@ -124,7 +70,7 @@ def _head_rows(
     IN_PLACE: tl.constexpr,
     LONG_INDEXING: tl.constexpr,
 ):
-    head = _index(first_head, BLOCK_H, LONG_INDEXING)[None, :, None]
+    head = index(first_head, BLOCK_H, LONG_INDEXING)[None, :, None]
     token = token[:, None, None]
     rows = x_ptr + (batch * batch_stride + token * length_stride + head * head_stride)
     out_rows = rows if IN_PLACE else out_ptr + ((batch * length + token) * (HEADS * D) + head * D)
@@ -172,12 +118,11 @@ def rope_kernel(
 ):
     blocks = tl.cdiv(length, BLOCK_T)
     batch = tl.program_id(0) // blocks
-    token = _index(tl.program_id(0) % blocks * BLOCK_T, BLOCK_T, LONG_INDEXING)
+    token = index(tl.program_id(0) % blocks * BLOCK_T, BLOCK_T, LONG_INDEXING)
     if LONG_INDEXING:
         batch = batch.to(tl.int64)
 
-    angle = _index(0, BLOCK_HALF, LONG_INDEXING)[None, None, :]
-    angle_mask = (token < length)[:, None, None] & (angle < HALF)
+    angle_mask = token < length
     if GATHER:
         position = tl.load(
             position_ptr + (batch * position_batch_stride + token * position_length_stride),
@@ -186,14 +131,14 @@ def rope_kernel(
         )
         in_table = (position >= 0) & (position < num_positions)
         row = tl.where(in_table, position, 0).to(token.dtype)
-        angle_offset = (row * angle_length_stride)[:, None, None] + angle * angle_dim_stride
-        angle_mask = angle_mask & in_table[:, None, None]
+        angle_offset = row * angle_length_stride
+        angle_mask = angle_mask & in_table
     else:
-        angle_offset = (batch * angle_batch_stride + token * angle_length_stride)[:, None, None] + (
-            angle * angle_dim_stride
-        )
-    cos = tl.load(cos_ptr + angle_offset, mask=angle_mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle_offset, mask=angle_mask, other=0.0).to(tl.float32)
+        angle_offset = batch * angle_batch_stride + token * angle_length_stride
+    cos, sin = load_angles(
+        cos_ptr, sin_ptr, angle_offset[:, None, None], angle_mask[:, None, None], angle_dim_stride,
+        HALF, LONG_INDEXING, BLOCK_HALF,
+    )  # fmt: skip
     if GATHER:
         cos = tl.where(in_table[:, None, None], cos, float("nan"))
     if INVERSE:
@@ -208,25 +153,25 @@ def rope_kernel(
                 q_ptr, q_out_ptr, batch, token, length, tile * BLOCK_HQ,
                 q_batch_stride, q_length_stride, q_head_stride, HQ, D, BLOCK_HQ, IN_PLACE, LONG_INDEXING,
             )  # fmt: skip
-            q_first, q_second = _load_pairs(q_rows, q_mask, q_dim_stride, HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING)
+            q_first, q_second = load_pairs(q_rows, q_mask, q_dim_stride, HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING)
         if tile < K_TILES:
             k_rows, k_out, k_mask = _head_rows(
                 k_ptr, k_out_ptr, batch, token, length, tile * BLOCK_HK,
                 k_batch_stride, k_length_stride, k_head_stride, HK, D, BLOCK_HK, IN_PLACE, LONG_INDEXING,
             )  # fmt: skip
-            k_first, k_second = _load_pairs(k_rows, k_mask, k_dim_stride, HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING)
+            k_first, k_second = load_pairs(k_rows, k_mask, k_dim_stride, HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING)
         if tile < Q_TILES:
             q_out_dim_stride = q_dim_stride if IN_PLACE else 1
-            _store_rotated(
-                q_out, q_mask, q_out_dim_stride, q_first, q_second, cos, sin,
+            store_pairs(
+                q_out, q_mask, q_out_dim_stride, q_first * cos - q_second * sin, q_second * cos + q_first * sin,
                 HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING,
             )  # fmt: skip
             if BLOCK_TAIL > 0:
                 _copy_tail(q_rows, q_out, q_mask, q_dim_stride, q_out_dim_stride, D, HALF, BLOCK_TAIL, LONG_INDEXING)
         if tile < K_TILES:
             k_out_dim_stride = k_dim_stride if IN_PLACE else 1
-            _store_rotated(
-                k_out, k_mask, k_out_dim_stride, k_first, k_second, cos, sin,
+            store_pairs(
+                k_out, k_mask, k_out_dim_stride, k_first * cos - k_second * sin, k_second * cos + k_first * sin,
                 HALF, BLOCK_HALF, INTERLEAVED, LONG_INDEXING,
             )  # fmt: skip
             if BLOCK_TAIL > 0:
@@ -245,23 +190,12 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def _power_of_two_at_least(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-def _heads_a_tile(heads: int, limit: int) -> int:
-    """The power of two that leaves the fewest empty rows in the last tile; the largest one if several do."""
-    largest = min(_power_of_two_at_least(heads), limit)
-    candidates = [largest >> shift for shift in range(3) if largest >> shift]
-    return min(candidates, key=lambda block: -(-heads // block) * block) if heads else 1
-
-
 def choose_tile(
     num_q_heads: int, num_k_heads: int, pairs_a_head: int, tile_pairs: int = TILE_PAIRS, num_warps: int = NUM_WARPS
 ) -> Tile:
     """Tile sizes from the budget of pairs that a program may hold of q, and again of k."""
-    limit = max(1, tile_pairs // _power_of_two_at_least(pairs_a_head))
-    block_hq, block_hk = _heads_a_tile(num_q_heads, limit), _heads_a_tile(num_k_heads, limit)
+    limit = max(1, tile_pairs // power_of_two_at_least(pairs_a_head))
+    block_hq, block_hk = heads_a_tile(num_q_heads, limit), heads_a_tile(num_k_heads, limit)
     block_t = min(MAX_BLOCK_TOKENS, max(1, limit // max(block_hq, block_hk)))
     return Tile(block_t, block_hq, block_hk, num_warps)
 
@@ -276,40 +210,26 @@ def specialise(
     return {
         "HQ": num_q_heads, "HK": num_k_heads, "D": head_dim, "HALF": half, **flags,
         "BLOCK_T": tile.block_t, "BLOCK_HQ": tile.block_hq, "BLOCK_HK": tile.block_hk,
-        "BLOCK_HALF": _power_of_two_at_least(half), "BLOCK_TAIL": _power_of_two_at_least(tail) if tail else 0,
+        "BLOCK_HALF": power_of_two_at_least(half), "BLOCK_TAIL": power_of_two_at_least(tail) if tail else 0,
         # Without fused multiply-add the fp32 result is bitwise that of eager torch; the kernel waits for memory anyway.
         "num_warps": tile.num_warps, "enable_fp_fusion": False,
     }  # fmt: skip
-
-
-class CompileCase(NamedTuple):
-    """What `triton.compiler.ASTSource` needs to compile a kernel without a GPU."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    num_warps: int
 
 
 def _compile_case(
     element: str, num_q_heads: int, num_k_heads: int, head_dim: int, half: int, **flags: bool
 ) -> CompileCase:
     constexprs = specialise(num_q_heads, num_k_heads, head_dim, half, None, **flags)
-    num_warps = constexprs["num_warps"]
-    constexprs = {name: value for name, value in constexprs.items() if name in rope_kernel.arg_names}
-    constexprs |= {"q_dim_stride": 1, "k_dim_stride": 1, "angle_dim_stride": 1}
+    constexprs = constexprs | {"q_dim_stride": 1, "k_dim_stride": 1, "angle_dim_stride": 1}
     if not flags["GATHER"]:
         constexprs["position_ptr"] = None
-    pointers = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "position_ptr": "*i64"}
-    signature = {}
-    for name in rope_kernel.arg_names:
-        if name in constexprs:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = pointers.get(name, f"*{element}")
-        else:
-            signature[name] = "i64" if flags["LONG_INDEXING"] and name.endswith("_stride") else "i32"
-    return CompileCase(rope_kernel, signature, constexprs, num_warps)
+
+    def kind_of(name: str) -> str:
+        if name.endswith("_ptr"):
+            return {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "position_ptr": "*i64"}.get(name, f"*{element}")
+        return "i64" if flags["LONG_INDEXING"] and name.endswith("_stride") else "i32"
+
+    return compile_case(rope_kernel, constexprs, kind_of)
 
 
 def compile_cases() -> Iterator[CompileCase]:
