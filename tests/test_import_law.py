@@ -80,8 +80,8 @@ def module_name(path: Path) -> str:
 
 # What several operations are made of.
 SHARED_BY_OPS = {
-    "adapter_casts", "compiling", "first_order", "kept", "launching", "layouts", "packed_weight", "products",
-    "selection", "tiles", "triton_activations", "triton_pairs",
+    "adapter_casts", "compiling", "first_order", "kept", "launching", "layouts", "low_rank_update",
+    "packed_weight", "products", "selection", "tiles", "triton_activations", "triton_low_rank", "triton_pairs",
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .low_rank_update import add_low_rank_
+
 # Autocast casts these, and leaves fp64 alone.
 AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -73,6 +75,11 @@ def sum_mms(products: Iterable[tuple[torch.Tensor, torch.Tensor]], in_place: boo
     for a, b in others:
         result = result.addmm_(a, b) if in_place else torch.addmm(result, a, b)
     return result
+
+
+def add_low_rank(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """out + a b with a thin a, in the memory of out if in place."""
+    return add_low_rank_(out, a, b) if in_place else torch.addmm(out, a, b)
 
 
 def mm_to(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

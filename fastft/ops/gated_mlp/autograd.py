@@ -27,7 +27,7 @@ from ..adapter_casts import AdapterCasts, cast
 from ..first_order import first_order
 from ..kept import KeptTensors
 from ..packed_weight import PackedWeight, unpacked
-from ..products import as_rows, in_shape, mm_to, scaled_mms, sum_mms, to_dtype
+from ..products import add_low_rank, as_rows, in_shape, mm_to, scaled_mms, to_dtype
 
 # The inputs of _Projected before the trained parameters.
 _LEADING = 3
@@ -152,7 +152,7 @@ class _Projected(torch.autograd.Function):
             )
             in_place = not torch._C._len_torch_dispatch_stack()
             t = scaled_mms([(rows, A.t(), scaling)], in_place)
-            y = y.addmm_(t, B.t()) if in_place else torch.addmm(y, t, B.t())
+            y = add_low_rank(y, t, B.t(), in_place)
             adapters = (A, B)
 
         keeps_t = needs_B and (node is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is None)
@@ -186,16 +186,16 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_weight, needs_bias, needs_A, needs_B = call.needs(ctx.needs_input_grad)
     dy = as_rows(dy, dtype)
     in_place = not torch._C._len_torch_dispatch_stack()
-    products = []
     if ctx.adapters is not None and (needs_product or needs_A or ctx.makes_t):
         A, B = ctx.adapters.unchanged()
         g = scaled_mms([(dy, B, layer.scaling)], in_place)
-        products.append((g, A))
     dproduct = sent = None
     if needs_product:
         ctx.weights.unchanged()
-        products.insert(0, (dy, unpacked(layer.weight, dtype)))
-        dproduct = to_dtype(sum_mms(products, in_place), ctx.product_dtype)
+        dproduct = torch.mm(dy, unpacked(layer.weight, dtype))
+        if ctx.adapters is not None:
+            dproduct = add_low_rank(dproduct, g, A, in_place)
+        dproduct = to_dtype(dproduct, ctx.product_dtype)
         sent = dproduct.view(ctx.shape)
         if needs_A or needs_weight or ctx.makes_t:
             halves, product = _open(node, dproduct, with_product=True, owned=True)

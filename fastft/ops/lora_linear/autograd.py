@@ -3,7 +3,7 @@
     forward    t = [s_i x A_i^T]    y_i = x W_i^T + b_i, then y_i += t_i B_i^T
     backward   g = [s_i dy_i B_i]   dx = sum_i dy_i W_i + g A   dA = g^T x   dB_i = dy_i^T t_i   (A: the A_i stacked)
 
-A sum is made by the GEMM that makes its last term: cuBLAS reads y, adds t B^T to the fp32 sum and writes y once. The
+A sum is made by the product that is its last term: it reads y, adds t B^T in fp32 and writes y once. The
 scaling is the alpha of the products t and g, which then serve both the tensors of [T, ...] and the gradients of A and
 B, so that it costs no kernel and no rounding. A group costs one product with A for all, and one autograd node.
 
@@ -13,7 +13,6 @@ A packed weight (of 4 bits) is made once in forward and once in backward, in mem
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,18 @@ from ..adapter_casts import AdapterCasts, cast
 from ..first_order import first_order
 from ..kept import KeptTensors
 from ..packed_weight import PackedWeight, unpacked
-from ..products import as_rows, columns_of, common_dtype, in_shape, low_rank, mm_to, scaled_mms, sum_mms, to_dtype
+from ..products import (
+    add_low_rank,
+    as_rows,
+    columns_of,
+    common_dtype,
+    in_shape,
+    low_rank,
+    mm_to,
+    scaled_mms,
+    sum_mms,
+    to_dtype,
+)
 
 # The inputs of _LoRALinear before the trained parameters.
 _LEADING = 2
@@ -82,8 +92,7 @@ class _LoRALinear(torch.autograd.Function):
         lead, outputs = x.shape[:-1], []
         for weight, bias, B, part in zip(weights, biases, Bs, columns_of(t, ranks), strict=True):
             y = F.linear(rows, unpacked(weight, dtype), bias if bias is None else to_dtype(bias, dtype))
-            y = y.addmm_(part, B.t()) if in_place else torch.addmm(y, part, B.t())
-            outputs.append(in_shape(y, lead))
+            outputs.append(in_shape(add_low_rank(y, part, B.t(), in_place), lead))
 
         needs_x = ctx.needs_input_grad[0]
         needs_weight, _, needs_A, needs_B = map(any, group.needs(ctx.needs_input_grad))
@@ -129,8 +138,8 @@ def _gradients(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> tuple[torch.Te
             if len(used) < count:
                 parts = torch.split_with_sizes(A, ctx.ranks)
                 A = torch.cat([parts[i] for i, _ in used])
-            weights = ((dy, unpacked(group.weights[i], dtype)) for i, dy in used)
-            dx = sum_mms(itertools.chain(weights, [(g, A)]), in_place)
+            dx = sum_mms(((dy, unpacked(group.weights[i], dtype)) for i, dy in used), in_place)
+            dx = add_low_rank(dx, g, A, in_place)
             dx = to_dtype(dx, ctx.x_dtype).view(ctx.x_shape)
     if needs_any_A or any(needs_weight):
         rows = as_rows(x, dtype)
