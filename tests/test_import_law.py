@@ -236,7 +236,7 @@ def test_import_of_every_operation_touches_no_gpu_and_no_triton():
 import sys, torch
 before = set(sys.modules)
 import fastft.ops.attention, fastft.ops.rms_norm, fastft.ops.rope, fastft.ops.lora_linear, fastft.packing
-import fastft.ops.gated_mlp, fastft.ops.moe
+import fastft.ops.gated_mlp, fastft.ops.linear_cross_entropy, fastft.ops.moe
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(added & {"triton", "transformers", "trl", "peft", "torch._dynamo"}), torch.cuda.is_initialized())
 """
@@ -251,6 +251,7 @@ import torch
 from fastft import PackedSequences
 from fastft.ops.attention import varlen_attention
 from fastft.ops.gated_mlp import gated_linear
+from fastft.ops.linear_cross_entropy import linear_cross_entropy
 from fastft.ops.rms_norm import rms_norm
 from fastft.ops.rope import rope_qk
 packed = PackedSequences.from_lengths([3, 2], "cpu")
@@ -259,7 +260,7 @@ angles = torch.randn(5, 4)
 q, k = rope_qk(x, x, angles.cos(), angles.sin())
 out = rms_norm(varlen_attention(q, k, x, packed), torch.ones(8), 1e-6)
 out = gated_linear(out, out, "silu", torch.ones(3, 8))
-out.sum().backward()
+linear_cross_entropy(out[:, 0], torch.ones(9, 3), torch.arange(5)).backward()
 print(bool(x.grad.isfinite().all()))
 """
     assert run(code) == "True"
