@@ -13,6 +13,7 @@ from .modules.expert_layout import read_layout
 from .modules.state import ReadPacked
 from .ops import attention as attention_op
 from .ops import gated_mlp as gated_mlp_op
+from .ops import linear_cross_entropy as loss_op
 from .ops import moe as moe_op
 from .ops import rms_norm as rms_norm_op
 from .ops import rope as rope_op
@@ -31,8 +32,7 @@ def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) 
     Raises:
         UnsupportedOptionError: `requested` is unknown, or cannot run there.
     """
-    owner: Any = module
-    weight = next((owner.post_attention_layernorm if op == "add_rms_norm" else owner).parameters(), None)
+    weight = next(_decisive(op, module).parameters(), None)
     device = weight.device if weight is not None else torch.device("cpu")
     dtype = weight.dtype if weight is not None and weight.dtype.is_floating_point else torch.bfloat16
     if op == "lora":
@@ -50,11 +50,26 @@ def choose(op: str, requested: str, module: nn.Module, read_packed: ReadPacked) 
         return select(op, requested, rope_op.verdicts(capability, dtype))
     if op == "gated_mlp":
         return select(op, requested, gated_mlp_op.verdicts(capability, dtype))
+    if op == "loss":
+        choice = select(op, requested, loss_op.verdicts(capability, dtype))
+        return Choice(
+            choice.impl, f"where one of TRL's trainers asks a frozen head for log-probabilities; {choice.reason}"
+        )
     if op == "experts":
         weights = read_layout(module, read_packed).weights
         aligned = moe_op.is_aligned(weights)
         return select(op, requested, moe_op.verdicts(capability, weights.gate_up.dtype, aligned=aligned))
     return _choose_attention(requested, module, device, dtype)
+
+
+def _decisive(op: str, module: Any) -> nn.Module:
+    """The part of a module whose weight tells where and in what dtype an op runs."""
+    if op == "add_rms_norm":
+        module = module.post_attention_layernorm
+    elif op == "loss":
+        module = module.get_output_embeddings()
+    assert isinstance(module, nn.Module)
+    return module
 
 
 def _choose_attention(requested: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Choice:

@@ -46,6 +46,9 @@ class PatchConfig:
             adapters, hooks, dtypes, devices, torch.compile) still goes to PEFT's forward, and the report counts it.
             Over weights of 4 bits an output has the dtype computed in, as over plain ones, where bitsandbytes casts it
             back to that of an fp32 input.
+        loss: "triton", "chunked", "reference": who goes over the logits where one of TRL's trainers asks for the
+            log-probabilities of tokens and the head is frozen. They are made twice less than in TRL's own head, with
+            the same memory in chunks.
         checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
             Nothing is checkpointed that the caller did not ask to be, and the gradients are the same. "auto" measures
             two steps and plans the fastest that takes at most the memory of plain checkpointing; with several processes
@@ -74,6 +77,7 @@ class PatchConfig:
     residual_stream: Literal["auto", "autocast"] = "auto"
     experts: str | Literal[False] = "auto"
     lora: str | Literal[False] = "auto"
+    loss: str | Literal[False] = "auto"
     checkpointing: str | Literal[False] = "auto"
     walks: Literal["auto", False] = "auto"
     memory_budget: int | Literal["auto"] | None = None

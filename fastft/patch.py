@@ -14,6 +14,7 @@ from torch import nn
 from . import configs
 from .config import PatchConfig
 from .errors import PatchConflictError, UnsupportedModelError, UnsupportedOptionError
+from .integrations import trl_head
 from .integrations.bitsandbytes import FourBitWeights
 from .memory.activations import ActivationMemory, Budget
 from .memory.schedule import OFFLOAD, RECOMPUTE, Mode
@@ -23,7 +24,7 @@ from .modules import walks
 from .modules.names import ImplementationName
 from .modules.state import ATTRIBUTE, BackboneRules, ModelState, ModuleState, state_of
 from .plan import NO_ADAPTER, Binding, Plan, Replacement, Skipped, make_plan
-from .structure import positional_names
+from .structure import positional_names, pretrained_model
 
 __all__ = ["patch_model", "report", "unpatch_model"]
 
@@ -86,6 +87,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     states = _shared_states(target)
     _uninstall_memory(target)
     walks.unbind(target)
+    trl_head.unbind(target)
     for module in target.modules():
         decoder.unfuse(module)
         _remove_hooks(module)
@@ -141,8 +143,10 @@ def _why_not_in_effect(module: nn.Module, op: str) -> str:
 
     if op == "checkpointing":
         return ""
-    if op == "walks":
-        return "" if walks.is_bound(module) else "its methods were put back; call patch_model again"
+    if op in ("loss", "walks"):
+        # PEFT may have come around the model since.
+        bound = (trl_head if op == "loss" else walks).is_bound(pretrained_model(module) or module)
+        return "" if bound else "its methods were put back; call patch_model again"
     state = state_of(module)
     if state is None:
         # The layer around experts binds what PEFT has put around them, before its next forward.
@@ -198,7 +202,7 @@ def _is_patched_so(target: nn.Module, config: PatchConfig, plan: Plan) -> bool:
         return False
     modules = dict(target.named_modules())
     patched = {fqn for fqn, module in modules.items() if state_of(module) is not None}
-    if any(item.op == "walks" for item in plan.replaced) and not walks.is_bound(target):
+    if any(_why_not_in_effect(target, item.op) for item in plan.replaced if item.op in ("loss", "walks")):
         return False
     return patched == {binding.fqn for binding in plan.bindings} and all(
         _is_bound_so(modules[binding.fqn], binding) for binding in plan.bindings
@@ -333,8 +337,12 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
             decoder.fuse(module)
         if binding.bind_forward:
             module.__dict__[_slot(module)] = types.MethodType(_forwards()[binding.kind], module)
-    if any(item.op == "walks" for item in plan.replaced):
+    whole = {item.op for item in plan.replaced}
+    if "loss" in whole:
+        trl_head.bind(pretrained_model(target) or target)
+    if "walks" in whole:
         walks.bind(target)
+        walks.bind(pretrained_model(target) or target)
     if shared.memory is not None:  # last: it asks which modules of a layer tell what they make
         checkpointing.install(target, shared.memory)
 

@@ -20,6 +20,7 @@ from .families import role_of
 from .family_spec import FamilySpec
 from .integrations.bitsandbytes import FourBitWeights
 from .integrations.peft_experts import is_wrapper, wrapped_experts
+from .integrations.trl_head import why_not_served
 from .isolation import mixers
 from .memory.machine import offload_verdict
 from .modules import decoder
@@ -150,6 +151,7 @@ class _Planner:
                 self._skip("", op, f"{op}=False" if off else unknown)
         if "experts" not in seen and self.config.experts not in (AUTO, False):
             self._skip("", "experts", f"nothing in {self.name} asks transformers' experts interface")
+        self._loss()
         for left in self.skipped if self.strict else ():
             requested = getattr(self.config, left.op)
             if requested not in (AUTO, False) and left.reason != NO_ADAPTER:
@@ -164,6 +166,17 @@ class _Planner:
         elif self.replaced:
             reason = "train(), parameters() and num_parameters(), of which a trainer's step is full"
             self.replaced.append(Replacement("", "walks", "direct", reason))
+
+    def _loss(self) -> None:
+        """Of the head, which is asked for through the whole model."""
+        whole = structure.pretrained_model(self.model) or self.model
+        problem = "loss=False" if self.config.loss is False else why_not_served(whole)
+        if not self.replaced and self.config.loss == AUTO:
+            return  # a model that has no other part is left as it is
+        if problem:
+            self._skip("", "loss", problem)
+        else:
+            self._replace("", "loss", whole, None)
 
     def _layers(self) -> None:
         """All of a model's layers or none: FSDP wraps those that are of the class which it finds first by its name."""

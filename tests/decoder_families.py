@@ -125,7 +125,7 @@ def served_how(family: str) -> str:
     if why_stock(model):
         return "kept apart by the model's own code, which stays as it is"
     model(**packed_batch([3, 5]), use_cache=False)
-    fused = {item.op for item in report(model).replaced} - {"packing", "attention", "experts", "walks"}
+    fused = {item.op for item in report(model).replaced} - {"packing", "attention", "experts", "loss", "walks"}
     if any("by the previous implementation" in name for name in report(model).counters):
         return "kept apart, through a mask of T x T in the model's own attention"
     return "kept apart; kernels for norms and RoPE, fused LoRA" if fused else "kept apart"

@@ -17,12 +17,11 @@ from typing import Any
 from torch import nn
 
 
-def bind(target: nn.Module) -> None:
-    """Gives a model, and the pretrained model inside of it, the methods of this file."""
-    for module in {target: None, _pretrained(target): None}:
-        for name, function in _methods(type(module)).items():
-            if name not in module.__dict__:
-                module.__dict__[name] = MethodType(function, module)
+def bind(model: nn.Module) -> None:
+    """Gives a model the methods of this file."""
+    for name, function in _methods(type(model)).items():
+        if name not in model.__dict__:
+            model.__dict__[name] = MethodType(function, model)
 
 
 def unbind(target: nn.Module) -> None:
@@ -34,19 +33,10 @@ def unbind(target: nn.Module) -> None:
                 del module.__dict__[name]
 
 
-def is_bound(target: nn.Module) -> bool:
-    """Whether the pretrained model has every method that it could have: PEFT may have come around it since."""
-    inner = _pretrained(target)
-    return all(
-        getattr(inner.__dict__.get(name), "__func__", None) is function
-        for name, function in _methods(type(inner)).items()
-    )
-
-
-def _pretrained(target: nn.Module) -> nn.Module:
-    from transformers import PreTrainedModel
-
-    return next((module for module in target.modules() if isinstance(module, PreTrainedModel)), target)
+def is_bound(model: nn.Module) -> bool:
+    """Whether a model has every method that it could have."""
+    methods = _methods(type(model)).items()
+    return all(getattr(model.__dict__.get(name), "__func__", None) is function for name, function in methods)
 
 
 def _methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:

@@ -26,7 +26,7 @@ MOE = (*KNOWN, "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss", "qwen3_next")
 # Of the one a packed batch is refused, of the other stock's own masks forget the documents (`test_stock_faults`).
 ROWS_ONLY = {"qwen3_next", "gpt_oss"}
 LENGTHS = (13, 9, 1, 17)
-NOTHING_ELSE = dict.fromkeys(("packing", "attention", "rope", "rms_norm", "gated_mlp", "lora", "walks"), False)
+NOTHING_ELSE = dict.fromkeys(("packing", "attention", "rope", "rms_norm", "gated_mlp", "lora", "loss", "walks"), False)
 ATTENTION = r".*self_attn\.(q_proj|q_b_proj|k_proj|v_proj|kv_b_proj|o_proj)"
 # The error of few numbers is luck: these are measured together, and all of them over several draws.
 FEW, DRAWS = 256, 8

@@ -75,7 +75,9 @@ def test_an_unknown_family_gets_what_transformers_interfaces_offer(family: str) 
     before = snapshot(model)
     fastft.patch_model(model)
     report = fastft.report(model)
-    offered = {"packing", "attention", "walks"} | ({"experts"} if "num_experts_per_tok" in _PACKED[family] else set())
+    offered = {"packing", "attention", "loss", "walks"} | (
+        {"experts"} if "num_experts_per_tok" in _PACKED[family] else set()
+    )
     assert {item.op for item in report.replaced} == offered
     assert {item.op for item in report.skipped} == {"rope", "rms_norm", "add_rms_norm", "gated_mlp", "lora"}
     name = type(model).__name__
@@ -182,7 +184,7 @@ def test_a_known_attention_outside_a_known_backbone_keeps_its_attention() -> Non
     fastft.patch_model(model)
     skipped = {(item.fqn, item.op): item.reason for item in fastft.report(model).skipped}
     assert skipped["extra", "attention"] == "not below a backbone that fastft packs"
-    assert {item.op for item in fastft.report(model).replaced} == {"rope", "walks"}
+    assert {item.op for item in fastft.report(model).replaced} == {"rope", "loss", "walks"}
 
 
 @pytest.mark.parametrize("text", ["llama", "qwen2", "gemma3_text"])

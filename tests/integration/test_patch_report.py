@@ -35,7 +35,7 @@ def test_the_report_accounts_for_every_module_and_op(family: str) -> None:
     assert len(unadapted) == 4 and {item.reason for item in unadapted} == {NO_ADAPTER}
     assert len([item for item in report.replaced if item.op == "rms_norm"]) == norms
     assert unadapted == list(report.skipped) and not report.counters
-    assert {item.impl for item in report.replaced} == {"varlen", "sdpa", "reference", "direct"}
+    assert {item.impl for item in report.replaced} == {"varlen", "sdpa", "reference", "chunked", "direct"}
     assert all(item.reason for item in report.replaced)
     assert "not run yet" in str(report)
 

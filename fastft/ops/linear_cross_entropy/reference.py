@@ -96,8 +96,9 @@ def _places(
 def _statistics(
     x: torch.Tensor, log_p: torch.Tensor, log_p_target: torch.Tensor, ignored: torch.Tensor
 ) -> TokenStatistics:
-    # A logit of -inf has no part in the entropy.
-    entropy = -(log_p.exp() * log_p.masked_fill(x == float("-inf"), 0)).sum(-1)
+    # By their sum, since what the softmax's denominator lost is in all of them. A logit of -inf has no part in it.
+    p = log_p.exp()
+    entropy = -(p * log_p.masked_fill(x == float("-inf"), 0)).sum(-1) / p.sum(-1)
     return TokenStatistics(
         log_p_target.masked_fill(ignored, 0),
         entropy.masked_fill(ignored, 0),
