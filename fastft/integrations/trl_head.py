@@ -25,8 +25,8 @@ from ..modules.state import ModelState, state_of
 from ..ops.linear_cross_entropy import token_log_probs
 
 _MODULE, _CALLER, _FUNCTION = "trl.trainer.utils", "_fused_forward", "_ChunkedLogProbFunction"
-# Of TRL's outputs, those that the pass over the logits finds as well.
-_KNOWN_OUTPUTS = frozenset(("log_probs", "entropy", "is_top1"))
+# Of TRL's outputs, those that the pass over the logits finds as well, and one that takes no logits without a cap.
+_KNOWN_OUTPUTS = frozenset(("log_probs", "entropy", "is_top1", "mean_logits"))
 # A chunk of logits at most: more makes the products little faster, and would be the largest tensor of small models.
 _MAX_LOGITS_BYTES = 768 * 2**20
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -98,7 +98,7 @@ class _OneCall:
     def _why_not(self, args: tuple[Any, ...]) -> str:
         if len(args) != 9:
             return "this version of TRL calls it otherwise"
-        hidden, weight, bias, targets, *_, outputs = args
+        hidden, weight, bias, targets, *_, softcap, _, outputs = args
         tensors = (hidden, weight, targets) if bias is None else (hidden, weight, targets, bias)
         if any(type(tensor) not in _PLAIN_TENSORS for tensor in tensors) or hasattr(weight, "ds_id"):
             return "a tensor is not a plain one (sharded, quantized)"
@@ -106,6 +106,8 @@ class _OneCall:
             return "it is not the model's own head"
         if not _KNOWN_OUTPUTS.issuperset(outputs):
             return f"{sorted(set(outputs) - _KNOWN_OUTPUTS)[0]} is asked for"
+        if softcap and "mean_logits" in outputs:
+            return "mean_logits is asked for, under a softcap"
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             return "the head is trained, which takes as many products either way"
         if not (hidden.requires_grad and torch.is_grad_enabled()):
@@ -147,13 +149,23 @@ def _log_probs(
         max_logits_bytes=_MAX_LOGITS_BYTES,
         impl=impl,
     )
-    entropy = is_top1 = None
+    entropy = mean_logits = is_top1 = None
+    if "mean_logits" in outputs:
+        mean_logits = _mean_logits(hidden, weight, bias) * (logit_scale / temperature)
     if "entropy" in outputs:
         options = (temperature, tile, softcap, logit_scale, ("entropy",))
         entropy = _Entropy.apply(hidden, statistics.entropy, function, (weight, bias, targets), options)
     if "is_top1" in outputs:
         is_top1 = statistics.argmax == targets
-    return log_probs, entropy, None, None, is_top1
+    return log_probs, entropy, None, mean_logits, is_top1
+
+
+@torch.no_grad()
+def _mean_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[N] fp32: the logit of the mean row of W."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+        return mean if bias is None else mean + bias.mean(dtype=torch.float32)
 
 
 class _Entropy(torch.autograd.Function):

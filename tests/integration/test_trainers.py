@@ -167,6 +167,7 @@ def test_a_trainer_on_padded_batches_is_that_of_stock(name: str, tmp_path: Path)
     found = counters(ours.model)
     assert (name == "sft, experts") == any("aux_loss" in entry for entry in metrics(ours))
     assert found[DROPPED] >= STEPS and found["padding dropped, in tokens"] > 0 and attention_calls(ours.model) > 0
+    assert ("lora" in name) == (found.get("loss", 0) >= STEPS)  # the other heads are trained
     if name == "distillation":
         assert counters(ours.teacher_model)[DROPPED] == STEPS
 

@@ -64,6 +64,7 @@ def plain(model, inputs, temperature, outputs):
     log_p = logits.log_softmax(-1)
     log_probs = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
     found = {"log_probs": log_probs, "entropy": -(log_p.exp() * log_p).sum(-1) * mask}
+    found["mean_logits"] = logits.mean(-1) * mask
     found |= {"is_top1": (logits.argmax(-1) == labels) & mask, "label_mask": mask}
     found["loss"] = -log_probs.sum() / mask.sum()
     return {name: found[name] for name in (*outputs, "loss", "label_mask")}
@@ -107,6 +108,8 @@ def compare(stock, ours, **options):
         ("llama", {"temperature": 0.7}),
         ("llama", {"outputs": ("log_probs",)}),
         ("llama", {"entropy": 0.3}),
+        ("llama", {"temperature": 1.3, "outputs": (*OUTPUTS, "mean_logits")}),
+        ("granite", {"outputs": ("log_probs", "mean_logits")}),
         ("gemma2", {}),  # a softcap
         ("gemma2", {"temperature": 1.5, "entropy": 0.3}),
         ("granite", {}),  # divides logits
@@ -167,7 +170,7 @@ def test_adapters_that_come_later_and_a_tied_head():
     ("reason", "change"),
     [
         ("the head is trained", lambda model: model.lm_head.weight.requires_grad_()),
-        ("mean_logits is asked for", {"outputs": ("log_probs", "mean_logits")}),
+        ("log_sum_sq_probs is asked for", {"outputs": ("log_probs", "log_sum_sq_probs")}),
         ("no token has a target", {"labels": torch.full((4, 33), -100)}),
         ("a tensor is not a plain one", lambda model: setattr(model.lm_head, "weight", Odd(model.lm_head.weight))),
     ],
