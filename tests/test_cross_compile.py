@@ -61,7 +61,7 @@ def compile_all(outputs: list[Path], cache: Path) -> None:
         for number, output in enumerate(outputs)
     ]
     for worker in workers:
-        printed, _ = worker.communicate(timeout=600)
+        printed, _ = worker.communicate(timeout=1800)  # beside others on a busy machine
         assert worker.returncode == 0, printed
 
 
