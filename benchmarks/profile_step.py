@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ KERNEL_GROUPS: tuple[tuple[str, str], ...] = (
 _COMPILED = tuple((group, re.compile(pattern, re.IGNORECASE)) for group, pattern in KERNEL_GROUPS)
 _LAUNCH = re.compile(r"^(cuda|cu)LaunchKernel|^(cuda|cu)GraphLaunch|^(cuda|cu)LaunchCooperative")
 _SYNC = re.compile(r"^cuda(Stream|Device|Event)Synchronize$|^cu(Stream|Ctx|Event)Synchronize$")
+_MARK = "layer mark: "
 COUNTS = ("launches", "device_operations", "synchronizations")
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -129,11 +133,76 @@ class StepProfiler:
 
     def split(self, trace: Path | None = None) -> dict[str, Any]:
         """The split of the profiled steps (see `split_trace`); `trace` keeps the Chrome trace in that file."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = trace or Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return split_trace(events, self.steps, self.wall_ms)
+        return split_trace(_events_of(self._profiler, trace), self.steps, self.wall_ms)
+
+
+def layer_launches(model: Any, run: Callable[[], Any]) -> dict[str, float | None]:
+    """Kernels that a decoder layer launches, forward and backward: the median over layers, None where none is seen.
+
+    Args:
+        model: with decoder layers, told by the name of their class.
+        run: one forward and backward of it. A layer's second forward under checkpointing counts as backward.
+    """
+    import torch
+
+    layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
+    begun: set[int] = set()
+
+    def mark(name: str) -> None:
+        with torch.profiler.record_function(_MARK + name):
+            pass
+
+    def begin(place: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        if place in begun:
+            return
+        begun.add(place)
+        mark(f"forward {place}")
+        if hidden_states.requires_grad:
+            hidden_states.register_hook(lambda grad: mark(f"backward {place}"))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(begin, place), with_kwargs=True) for place, layer in enumerate(layers)
+    ]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    for handle in handles:
+        handle.remove()
+    return count_layer_launches(_events_of(profiler))
+
+
+def count_layer_launches(events: Iterable[dict[str, Any]]) -> dict[str, float | None]:
+    """See `layer_launches`, of whose marks these are the `traceEvents`: from mark to mark on the marks' own thread."""
+    marks: dict[str, list[tuple[float, Any]]] = {"forward": [], "backward": []}
+    launches: list[tuple[float, Any]] = []
+    for event in events:
+        name = str(event.get("name", ""))
+        if name.startswith(_MARK) and event.get("cat") == "user_annotation":
+            marks[name.removeprefix(_MARK).split()[0]].append((float(event["ts"]), event["tid"]))
+        elif event.get("cat") in ("cuda_runtime", "cuda_driver") and _LAUNCH.search(name):
+            launches.append((float(event["ts"]), event["tid"]))
+    found: dict[str, float | None] = {}
+    for direction, places in marks.items():
+        places.sort()
+        spans = [
+            sum(begin <= ts < end and tid == thread for ts, thread in launches)
+            for (begin, tid), (end, _) in itertools.pairwise(places)
+        ]
+        found[direction] = statistics.median(spans) if launches and spans else None
+    return found
+
+
+def _events_of(profiler: Any, trace: Path | None = None) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
 
 
 def print_split(result: dict[str, Any], stream: Any = sys.stderr) -> None:
@@ -154,6 +223,9 @@ def print_split(result: dict[str, Any], stream: Any = sys.stderr) -> None:
     line("GPU idle, not profiled", split["idle_unprofiled_ms"], "median step - busy")
     counts = (f"{name.replace('_', ' ')} {split[name]:.0f}" for name in COUNTS)
     print(f"  {', '.join(counts)} a step", file=stream)
+    a_layer = split.get("layer_launches") or {}
+    if a_layer.get("forward") is not None:
+        print(f"  kernels a layer: {a_layer['forward']:.0f} forward, {a_layer['backward']:.0f} backward", file=stream)
     if floor:
         print(f"GEMM floor for {floor['tokens']} tokens", file=stream)
         for name, ms in floor["parts_ms"].items():

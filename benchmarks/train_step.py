@@ -148,7 +148,7 @@ def check_same_work(asked: dict[str, Any], arguments: Any) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains and measures; the whole JSON line as a dictionary."""
     from benchmarks.meters import CountingCollator, StepMeter, SynchronizationCounter
-    from benchmarks.profile_step import StepProfiler
+    from benchmarks.profile_step import StepProfiler, print_split
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     profiled = PROFILED_STEPS if args.profile else 0
@@ -198,9 +198,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "arguments": {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()},
     }
     if profiler is not None:
+        a_layer = launches_a_layer(trainer)
         # The floor's operands need the memory that the model and its optimizer hold.
         del trainer, built
         add_profile(result, profiler, config, args, device)
+        result["profile"]["layer_launches"] = a_layer
+        print_split(result)
     return result
 
 
@@ -230,12 +233,27 @@ def measurements(args: argparse.Namespace, meter: Any, counter: Any, device: tor
     }
 
 
+def launches_a_layer(trainer: Any) -> dict[str, float | None]:
+    """Of one more batch, after training: the profiler of the host's calls would have slowed the measured steps."""
+    from benchmarks.profile_step import layer_launches
+
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    def run() -> None:
+        loss = trainer.compute_loss(trainer.model_wrapped, batch)
+        trainer.accelerator.backward(loss)
+
+    trainer.model.train()
+    found = layer_launches(trainer.model, run)
+    trainer.model.zero_grad()
+    return found
+
+
 def add_profile(
     result: dict[str, Any], profiler: Any, config: Any, args: argparse.Namespace, device: torch.device
 ) -> None:
-    """Adds "profile" and, on a GPU, "gemm_floor" to a result and prints both as tables on stderr."""
+    """Adds "profile" and, on a GPU, "gemm_floor" to a result."""
     from benchmarks.gemm_floor import measure_floor
-    from benchmarks.profile_step import print_split
 
     result["profile"] = profiler.split(args.trace)
     result["profile"]["idle_unprofiled_ms"] = result["step_ms_median"] - result["profile"]["busy_ms"]
@@ -257,7 +275,6 @@ def add_profile(
         except torch.cuda.OutOfMemoryError as error:
             print(f"the GEMM floor does not fit beside what is left of the model: {error}", file=sys.stderr)
             result["gemm_floor"] = None
-    print_split(result)
 
 
 def hardware() -> dict[str, Any]:

@@ -172,6 +172,37 @@ def test_split_of_a_trace() -> None:
     assert split["top_kernels"][0] == {"name": "flash_fwd_kernel", "group": "attention", "ms": 1.0, "count": 0.5}
 
 
+def test_launches_a_layer_are_counted_from_mark_to_mark() -> None:
+    def event(name: str, ts: float, tid: int = 1, cat: str = "cuda_runtime") -> dict:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "tid": tid, "dur": 1}
+
+    def mark(name: str, ts: float, tid: int = 1) -> dict:
+        return event(f"layer mark: {name}", ts, tid, "user_annotation")
+
+    trace = [
+        mark("forward 0", 10), mark("forward 1", 20), mark("forward 2", 30),
+        *(event("cudaLaunchKernel", ts) for ts in (5, 11, 12, 13, 21, 22, 23, 24, 25, 35)),
+        event("cudaLaunchKernel", 14, tid=2), event("cudaMemcpyAsync", 15),
+        mark("backward 2", 50, tid=2), mark("backward 1", 60, tid=2),
+        *(event("cuLaunchKernelEx", ts, tid=2, cat="cuda_driver") for ts in (45, 51, 52)),
+        event("cudaLaunchKernel", 53),
+    ]  # fmt: skip
+    assert profile_step.count_layer_launches(trace) == {"forward": 4, "backward": 2}
+    assert profile_step.count_layer_launches(trace[:3]) == {"forward": None, "backward": None}
+
+
+def test_marks_are_set_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_models import tiny_model
+
+    model, seen = tiny_model("llama", num_hidden_layers=3), []
+    monkeypatch.setattr(profile_step, "count_layer_launches", lambda events: seen.extend(events))
+    profile_step.layer_launches(model, lambda: model(torch.arange(6)[None]).logits.sum().backward())
+    marks = [event["name"] for event in seen if str(event.get("name", "")).startswith("layer mark: ")]
+    forward, backward = ([f"layer mark: {way} {place}" for place in range(3)] for way in ("forward", "backward"))
+    assert marks == forward + backward[::-1]
+    assert not model.model.layers[0]._forward_pre_hooks
+
+
 def test_floor_flops_of_llama_lora() -> None:
     config = models.build_config("Llama-3.2-1B")
     flops = gemm_floor.floor_flops(config, 8192, train_weights=False, checkpointing=True)
