@@ -198,11 +198,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "arguments": {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()},
     }
     if profiler is not None:
-        a_layer = launches_a_layer(trainer)
+        result["profile"] = profiler.split(args.trace)
+        result["profile"]["layer_launches"] = launches_a_layer(trainer)  # another profile, which ends the first one
         # The floor's operands need the memory that the model and its optimizer hold.
         del trainer, built
-        add_profile(result, profiler, config, args, device)
-        result["profile"]["layer_launches"] = a_layer
+        add_floor(result, config, args, device)
         print_split(result)
     return result
 
@@ -249,13 +249,10 @@ def launches_a_layer(trainer: Any) -> dict[str, float | None]:
     return found
 
 
-def add_profile(
-    result: dict[str, Any], profiler: Any, config: Any, args: argparse.Namespace, device: torch.device
-) -> None:
-    """Adds "profile" and, on a GPU, "gemm_floor" to a result."""
+def add_floor(result: dict[str, Any], config: Any, args: argparse.Namespace, device: torch.device) -> None:
+    """Adds what is idle by "profile" and, on a GPU, "gemm_floor" to a result."""
     from benchmarks.gemm_floor import measure_floor
 
-    result["profile"] = profiler.split(args.trace)
     result["profile"]["idle_unprofiled_ms"] = result["step_ms_median"] - result["profile"]["busy_ms"]
     if not result["profile"]["groups_ms"]:
         print("the trace holds no GPU activity: no GPU here, or the profiler may not trace it", file=sys.stderr)

@@ -47,8 +47,9 @@ class PatchConfig:
             Over weights of 4 bits an output has the dtype computed in, as over plain ones, where bitsandbytes casts it
             back to that of an fp32 input.
         loss: "triton", "chunked", "reference": who goes over the logits where one of TRL's trainers asks for the
-            log-probabilities of tokens and the head is frozen. They are made twice less than in TRL's own head, with
-            the same memory in chunks.
+            log-probabilities of tokens and the head is frozen. Each logit is made once, where TRL's own head makes it
+            again in backward; a chunk of logits takes up to 768 MiB or a 64th of the card. A target beyond the
+            vocabulary is an error on a CPU and NaN on a GPU. What is not served is counted with its reason.
         checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
             Nothing is checkpointed that the caller did not ask to be, and the gradients are the same. "auto" measures
             two steps and plans the fastest that takes at most the memory of plain checkpointing; with several processes

@@ -341,8 +341,9 @@ def _apply(target: nn.Module, config: PatchConfig, plan: Plan) -> None:
     if "loss" in whole:
         trl_head.bind(pretrained_model(target) or target)
     if "walks" in whole:
-        walks.bind(target)
-        walks.bind(pretrained_model(target) or target)
+        walks.bind(
+            pretrained_model(target) or target
+        )  # what PEFT puts around it asks it in turn, for all but parameters
     if shared.memory is not None:  # last: it asks which modules of a layer tell what they make
         checkpointing.install(target, shared.memory)
 

@@ -164,7 +164,9 @@ class _Planner:
         if self.config.walks is False:
             self._skip("", "walks", "walks=False")
         elif self.replaced:
-            reason = "train(), parameters() and num_parameters(), of which a trainer's step is full"
+            reason = (
+                "train(), parameters() and num_parameters() of the pretrained model, of which a trainer's step is full"
+            )
             self.replaced.append(Replacement("", "walks", "direct", reason))
 
     def _loss(self) -> None:
@@ -173,6 +175,8 @@ class _Planner:
         problem = "loss=False" if self.config.loss is False else why_not_served(whole)
         if not self.replaced and self.config.loss == AUTO:
             return  # a model that has no other part is left as it is
+        if not self.bindings:
+            problem = problem or "no other part of the model is patched"
         if problem:
             self._skip("", "loss", problem)
         else:

@@ -12,8 +12,10 @@ counted with the reason. Nothing here imports TRL: who calls has done it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -21,14 +23,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capability import probe
 from ..modules.state import ModelState, state_of
+from ..ops.first_order import first_order
 from ..ops.linear_cross_entropy import token_log_probs
 
 _MODULE, _CALLER, _FUNCTION = "trl.trainer.utils", "_fused_forward", "_ChunkedLogProbFunction"
 # Of TRL's outputs, those that the pass over the logits finds as well, and one that takes no logits without a cap.
 _KNOWN_OUTPUTS = frozenset(("log_probs", "entropy", "is_top1", "mean_logits"))
-# A chunk of logits at most: more makes the products little faster, and would be the largest tensor of small models.
-_MAX_LOGITS_BYTES = 768 * 2**20
+_PARAMETERS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+# A chunk of logits at most, and of a card's memory: more makes the products little faster, and would be the largest
+# tensor of small models.
+_MAX_LOGITS_BYTES, _SHARE_OF_MEMORY = 768 * 2**20, 1 / 64
+_NAME = "get_output_embeddings"
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
@@ -38,27 +48,37 @@ def why_not_served(model: nn.Module) -> str:
     head = ask(model) if ask is not None else None
     if type(head) is not nn.Linear:
         return "it has no head over a vocabulary" if head is None else f"its head is a {type(head).__name__}"
-    return "its method get_output_embeddings was replaced" if _own(model) not in (None, get_output_embeddings) else ""
+    return "its method get_output_embeddings was replaced" if _NAME in model.__dict__ and not _is_ours(model) else ""
 
 
 def bind(model: nn.Module) -> None:
     """Lets a pretrained model hear of TRL's head."""
-    model.__dict__["get_output_embeddings"] = MethodType(get_output_embeddings, model)
+    model.__dict__[_NAME] = MethodType(get_output_embeddings, model)
 
 
 def unbind(model: nn.Module) -> None:
-    """Takes the method back from a model, and what a pickle has made of it: the class's own method, bound."""
+    """Takes the method back, and what an exception has left in the place of TRL's function."""
     for module in model.modules():
-        if _own(module) in (get_output_embeddings, getattr(type(module), "get_output_embeddings", None)):
-            module.__dict__.pop("get_output_embeddings", None)
+        if _is_ours(module):
+            del module.__dict__[_NAME]
+    trl = sys.modules.get(_MODULE)
+    left = getattr(trl, _FUNCTION, None)
+    if isinstance(left, _OneCall):
+        setattr(trl, _FUNCTION, left.function)
 
 
 def is_bound(model: nn.Module) -> bool:
     return _own(model) is get_output_embeddings
 
 
+def _is_ours(model: nn.Module) -> bool:
+    """Whether the method on a model is that of this file, or what a pickle makes of it: the class's own, bound."""
+    own = _own(model)
+    return own is not None and own in (get_output_embeddings, getattr(type(model), _NAME, None))
+
+
 def _own(model: nn.Module) -> Any:
-    return getattr(model.__dict__.get("get_output_embeddings"), "__func__", None)
+    return getattr(model.__dict__.get(_NAME), "__func__", None)
 
 
 def get_output_embeddings(self: Any) -> Any:
@@ -68,41 +88,53 @@ def get_output_embeddings(self: Any) -> Any:
         return head
     caller = sys._getframe(1)
     if caller.f_code.co_name == _CALLER and caller.f_globals.get("__name__") == _MODULE:
-        state = next((state for module in self.modules() if (state := state_of(module)) is not None), None)
         function = caller.f_globals.get(_FUNCTION)
-        if state is not None and function is not None:
-            caller.f_globals[_FUNCTION] = _OneCall(state.shared, head, function, caller.f_globals)
+        if function is not None:
+            caller.f_globals[_FUNCTION] = _OneCall(self, head, function, caller.f_globals)
     return head
 
 
 class _OneCall:
-    """In the place of TRL's function for one call, of one thread."""
+    """In the place of TRL's function for one call, of one thread. It keeps nothing of a model alive."""
 
-    def __init__(self, shared: ModelState, head: Any, function: Any, namespace: dict[str, Any]) -> None:
-        self._shared, self._head, self._namespace = shared, head, namespace
+    def __init__(self, model: nn.Module, head: nn.Module, function: Any, namespace: dict[str, Any]) -> None:
+        self._model, self._head, self._namespace = weakref.ref(model), weakref.ref(head), namespace
         # An exception may have left one behind, or another thread be about to call its own.
-        self._function: Any = function._function if isinstance(function, _OneCall) else function
+        self.function: Any = function.function if isinstance(function, _OneCall) else function
         self._thread = threading.get_ident()
 
     def apply(self, *args: Any) -> Any:
         if threading.get_ident() != self._thread:
-            return self._function.apply(*args)
-        self._namespace[_FUNCTION] = self._function
+            return self.function.apply(*args)
+        self._namespace[_FUNCTION] = self.function
+        shared = self._shared()
+        if shared is None:
+            return self.function.apply(*args)
         reason = self._why_not(args)
         if reason:
-            self._shared.counters[f"loss by TRL's own head: {reason}"] += 1
-            return self._function.apply(*args)
-        self._shared.counters["loss"] += 1
-        return _log_probs(self._function.apply, str(self._shared.config.loss), *args)
+            shared.counters[f"loss by TRL's own head: {reason}"] += 1
+            return self.function.apply(*args)
+        shared.counters["loss"] += 1
+        return _log_probs(self.function.apply, str(shared.config.loss), *args)
+
+    def _shared(self) -> ModelState | None:
+        """Of the model, if it is there and patched still."""
+        model = self._model()
+        if model is None or not is_bound(model):
+            return None
+        state = next((state for module in model.modules() if (state := state_of(module)) is not None), None)
+        return None if state is None else state.shared
 
     def _why_not(self, args: tuple[Any, ...]) -> str:
-        if len(args) != 9:
+        forward = inspect.signature(self.function.forward).parameters
+        if len(args) != len(_PARAMETERS) or tuple(forward)[1:] != _PARAMETERS:
             return "this version of TRL calls it otherwise"
         hidden, weight, bias, targets, *_, softcap, _, outputs = args
         tensors = (hidden, weight, targets) if bias is None else (hidden, weight, targets, bias)
         if any(type(tensor) not in _PLAIN_TENSORS for tensor in tensors) or hasattr(weight, "ds_id"):
             return "a tensor is not a plain one (sharded, quantized)"
-        if weight is not self._head.weight:
+        head: Any = self._head()
+        if head is None or weight is not head.weight:
             return "it is not the model's own head"
         if not _KNOWN_OUTPUTS.issuperset(outputs):
             return f"{sorted(set(outputs) - _KNOWN_OUTPUTS)[0]} is asked for"
@@ -116,10 +148,12 @@ class _OneCall:
             return "a transform or a dispatch mode watches"
         if not len(targets):
             return "no token has a target"
-        dtypes = {tensor.dtype for tensor in tensors if tensor is not targets}
-        if len(dtypes) > 1 and not torch.is_autocast_enabled(hidden.device.type):
-            return "dtypes differ, and autocast is off"
-        return ""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        if any(tensor.dtype != dtype for tensor in tensors[1:] if tensor is not targets):
+            return "the head is in another dtype than it is computed in"
+        # Made in forward for an upstream gradient of one, what is small is lost before the loss's scale comes to it.
+        return "fp16 would lose small gradients" if dtype == torch.float16 else ""
 
 
 def _log_probs(
@@ -146,7 +180,7 @@ def _log_probs(
         logit_scale=logit_scale,
         softcap=softcap,
         return_statistics=True,
-        max_logits_bytes=_MAX_LOGITS_BYTES,
+        max_logits_bytes=_most_logits(hidden.device),
         impl=impl,
     )
     entropy = mean_logits = is_top1 = None
@@ -158,6 +192,11 @@ def _log_probs(
     if "is_top1" in outputs:
         is_top1 = statistics.argmax == targets
     return log_probs, entropy, None, mean_logits, is_top1
+
+
+def _most_logits(device: torch.device) -> int:
+    memory = probe(device).device.total_memory
+    return min(_MAX_LOGITS_BYTES, int(memory * _SHARE_OF_MEMORY)) if memory else _MAX_LOGITS_BYTES
 
 
 @torch.no_grad()
@@ -187,6 +226,7 @@ class _Entropy(torch.autograd.Function):
         return entropy.clone()
 
     @staticmethod
+    @first_order("loss")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, *tensors = ctx.saved_tensors
         hidden, (enabled, dtype) = hidden.detach().requires_grad_(), ctx.autocast

@@ -28,15 +28,22 @@ def unbind(target: nn.Module) -> None:
     """Takes them back, and what a pickle has made of them: the class's own method, bound."""
     for module in target.modules():
         for name, function in _FUNCTIONS.items():
-            found = getattr(module.__dict__.get(name), "__func__", None)
-            if found is not None and (found is function or found is getattr(type(module), name, None)):
+            ours = getattr(module.__dict__.get(name), "__func__", None) is function
+            if ours or _is_of_class(module, name):
                 del module.__dict__[name]
 
 
 def is_bound(model: nn.Module) -> bool:
-    """Whether a model has every method that it could have."""
-    methods = _methods(type(model)).items()
-    return all(getattr(model.__dict__.get(name), "__func__", None) is function for name, function in methods)
+    """Whether a model has every method that it could have, or one of its own instance."""
+    return model.__dict__.keys() >= _methods(type(model)).keys() and not any(
+        _is_of_class(model, name) for name in _FUNCTIONS
+    )
+
+
+def _is_of_class(model: nn.Module, name: str) -> bool:
+    """Whether a method on a model is what a pickle makes of one: the class's own, bound."""
+    found = getattr(model.__dict__.get(name), "__func__", None)
+    return found is not None and found is getattr(type(model), name, None)
 
 
 def _methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -86,13 +93,16 @@ def _is_in_mode(model: nn.Module, mode: bool) -> bool:
 
 def parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
     """`nn.Module.parameters`: each one once, in the order of modules."""
+    if not _WALKERS.isdisjoint(self.__dict__):
+        yield from type(self).parameters(self, recurse)
+        return
     for _, _, parameter in _parameters(self, recurse):
         yield parameter
 
 
 def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """`PreTrainedModel.num_parameters`: embeddings are told by their class, and 4-bit parameters hold two in a byte."""
-    if getattr(self, "is_loaded_in_4bit", False):
+    if getattr(self, "is_loaded_in_4bit", False) or not _WALKERS.isdisjoint(self.__dict__):
         return int(type(self).num_parameters(self, only_trainable, exclude_embeddings))
     return sum(
         parameter.numel()
@@ -104,21 +114,27 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
 
 def _parameters(model: nn.Module, recurse: bool) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """What `named_parameters` gives, in its order, with the module that has it in place of the name."""
-    seen: set[int] = set()
-    visited: set[int] = set()
+    seen: dict[int, nn.Parameter] = {}  # held, for an id is given out again
+    visited: dict[int, nn.Module] = {}
     waiting: list[Any] = [model]
     while waiting:
         module = waiting.pop()
         if module is None or id(module) in visited:
             continue
-        visited.add(id(module))
-        state = module.__dict__
-        for name, parameter in state["_parameters"].items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield module, name, parameter
-        if recurse and state["_modules"]:
-            waiting.extend(reversed(state["_modules"].values()))
+        if type(module).named_modules is not nn.Module.named_modules or "named_modules" in module.__dict__:
+            inside = [each for _, each in module.named_modules() if id(each) not in visited]
+        else:
+            inside = [module]
+            if recurse and module.__dict__["_modules"]:
+                waiting.extend(reversed(module.__dict__["_modules"].values()))
+        for each in inside:
+            visited[id(each)] = each
+            for name, parameter in each.__dict__["_parameters"].items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen[id(parameter)] = parameter
+                    yield each, name, parameter
 
 
+# What another answer to may stand on an instance, and parameters with it.
+_WALKERS = frozenset(("named_parameters", "named_modules", "_named_members"))
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"train": train, "parameters": parameters, "num_parameters": num_parameters}

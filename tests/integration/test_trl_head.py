@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import fastft
 from fastft.errors import UnsupportedOptionError
 from fastft.integrations import trl_head
 
+OPS = ("attention", "rope", "rms_norm", "add_rms_norm", "gated_mlp", "lora", "experts")
 OUTPUTS = ("log_probs", "entropy", "is_top1")
 FUNCTION = trl_utils._ChunkedLogProbFunction
 
@@ -125,18 +128,35 @@ def test_log_probs_and_gradients_are_those_of_trls_head(family, options):
 
 
 def test_under_autocast():
-    stock = frozen_head()
+    stock = frozen_head().to(torch.bfloat16)
     oracle = results(copy.deepcopy(stock).double(), plain, entropy=0.1)
     ours = fastft.patch_model(copy.deepcopy(stock))
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = results(ours, entropy=0.1), results(stock, entropy=0.1)
-    names = ("log_probs", "entropy", "hidden")
-    assert_within_budget(*({name: each[name] for name in names} for each in (found, expected, oracle)))
+    found, expected, oracle = (
+        {name: each[name] for name in ("log_probs", "entropy", "hidden")} for each in (found, expected, oracle)
+    )
+    assert_within_budget(found, expected, oracle)
+    for name in ("entropy", "hidden"):
+        assert_mutant_caught({**found, name: found[name] * 1.1}, expected, oracle)
     assert counters(ours)["loss"] == 1
 
 
+@pytest.mark.parametrize(
+    ("reason", "dtype"), [("in another dtype", torch.bfloat16), ("fp16 would lose small gradients", torch.float16)]
+)
+def test_dtypes_that_are_left_to_trl(reason, dtype):
+    """A head in fp32 would be copied whole; and the gradient of fp16 comes before the loss's scale."""
+    model = fastft.patch_model(frozen_head())
+    if dtype == torch.float16:
+        model.lm_head.half()
+    with torch.autocast("cpu", dtype):
+        results(model)
+    assert [name for name in counters(model) if reason in name] and "loss" not in counters(model)
+
+
 def test_trls_function_is_not_called(monkeypatch):
-    class Refusing:
+    class Refusing(FUNCTION):
         @staticmethod
         def apply(*args):
             raise AssertionError("TRL's own function ran")
@@ -248,10 +268,81 @@ def test_copies_pickles_and_the_way_back():
     torch.save(model, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
+    again = fastft.patch_model(copy.deepcopy(loaded))
+    assert trl_head.is_bound(again) and "loss" in {item.op for item in fastft.report(again).replaced}
     assert loaded.get_output_embeddings() is loaded.lm_head and not trl_head.is_bound(loaded)
     for each in (model, copied, loaded):
         fastft.unpatch_model(each)
         assert "get_output_embeddings" not in each.__dict__
+
+
+def test_what_an_exception_leaves_behind_ends_with_the_patch(monkeypatch):
+    model = fastft.patch_model(frozen_head())
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    head = weakref.ref(model.lm_head)
+    for way_out in ("unpatch", "delete"):
+        with monkeypatch.context() as patch:
+            patch.setattr(trl_utils, "maybe_gather_lm_head_ctx", None)
+            with pytest.raises(TypeError):
+                model(**batch(model))
+        if way_out == "unpatch":
+            fastft.unpatch_model(model)
+            assert trl_utils._ChunkedLogProbFunction is FUNCTION
+            fastft.patch_model(model)
+    del model
+    gc.collect()
+    assert head() is None
+    other = frozen_head()
+    add_fused_lm_head(other, outputs=OUTPUTS)
+    other(**batch(other)).loss.backward()
+    assert trl_utils._ChunkedLogProbFunction is FUNCTION
+
+
+def test_a_method_of_the_instances_own_stays():
+    model = tiny_model("llama")
+    other = torch.nn.Linear(2, 2)
+    model.get_output_embeddings = lambda: other
+    fastft.patch_model(model)
+    assert model.get_output_embeddings() is other
+    assert next(item.reason for item in fastft.report(model).skipped if item.op == "loss").endswith("was replaced")
+    fastft.unpatch_model(model)
+    assert model.get_output_embeddings() is other
+
+
+def test_another_version_of_trls_function_is_left_alone(monkeypatch):
+    class Changed(FUNCTION):
+        @staticmethod
+        def forward(ctx, hidden, weight, bias, targets, temperature, top_k, *rest):
+            return FUNCTION.forward(ctx, hidden, weight, bias, targets, temperature, top_k, *rest)
+
+    model = fastft.patch_model(frozen_head())
+    with monkeypatch.context() as patch:
+        patch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
+        add_fused_lm_head(model, outputs=OUTPUTS)
+        with torch.no_grad():
+            model(**batch(model))
+    assert counters(model)["loss by TRL's own head: this version of TRL calls it otherwise"] == 1
+
+
+def test_second_derivatives_are_refused():
+    model = fastft.patch_model(frozen_head())
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    found = model(**batch(model))
+    for name in ("entropy", "log_probs"):
+        with pytest.raises(UnsupportedOptionError, match="loss=False"):
+            torch.autograd.grad(
+                getattr(found, name).sum(), model.model.norm.weight, create_graph=True, retain_graph=True
+            )
+
+
+def test_only_tokens_with_a_target_on_a_gpu(monkeypatch):
+    """The way that TRL takes there: hidden states of the valid places alone."""
+    monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)
+    monkeypatch.setattr("trl.kernels.chunked_logprob._use_triton", lambda device: False)
+    stock = frozen_head()
+    ours = fastft.patch_model(copy.deepcopy(stock))
+    compare(stock, ours, entropy=0.2)
+    assert counters(ours)["loss"] == 1
 
 
 def test_options_and_the_report():
@@ -267,6 +358,9 @@ def test_options_and_the_report():
         fastft.patch_model(model, loss="fast")
     with pytest.raises(UnsupportedOptionError, match="no head over a vocabulary"):
         fastft.patch_model(model.model, loss="chunked")
+    nothing = dict.fromkeys((*OPS, "packing"), False)
+    with pytest.raises(UnsupportedOptionError, match="no other part of the model is patched"):
+        fastft.patch_model(frozen_head(), loss="chunked", **nothing)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"packing": False}], ids=str)

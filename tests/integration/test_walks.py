@@ -40,7 +40,8 @@ def test_parameters_and_sizes_are_those_of_modules(make):
     expected = answers(model)
     assert len({*expected[2]}) > 1
     fastft.patch_model(model)
-    assert all(name in model.__dict__ for name in ("train", "parameters"))
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert all(name in inner.__dict__ for name in NAMES)
     assert answers(model) == expected
     assert [*model.parameters(recurse=False)] == [*type(model).parameters(model, recurse=False)]
 
@@ -117,6 +118,59 @@ def test_a_class_that_answers_itself_keeps_its_answer():
     fastft.patch_model(model)
     assert "parameters" not in model.__dict__ and "num_parameters" not in model.__dict__
     assert [*model.parameters()] == []
+
+
+def test_walks_that_are_replaced_on_an_instance_or_below():
+    class Hiding(nn.Sequential):
+        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+            yield prefix, self
+
+    model = fastft.patch_model(tiny_model("llama"))
+    model.hiding = Hiding(nn.Linear(2, 2))
+    assert answers(model) == answers(fastft.unpatch_model(model))
+    fastft.patch_model(model)
+    model.named_parameters = lambda *args, **kwargs: iter([("only", model.lm_head.weight)])
+    assert [*model.parameters()] == [model.lm_head.weight] and model.num_parameters() == model.lm_head.weight.numel()
+
+
+def test_parameters_that_are_replaced_in_between():
+    model = fastft.patch_model(tiny_model("llama"))
+    modules = [module for module in model.modules() if module._parameters]
+    count = 0
+    for _ in model.parameters():
+        count += 1
+        for module in modules[count:]:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.detach().clone())
+    assert count == sum(parameter is not None for module in modules for parameter in module._parameters.values())
+
+
+@pytest.mark.parametrize("first", ["peft", "patch"])
+def test_the_model_inside_of_peft_answers_soonest(first):
+    model = tiny_model("llama")
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    if first == "patch":
+        fastft.patch_model(model)
+    peft = get_peft_model(model, config)
+    fastft.patch_model(peft)
+    assert walks.is_bound(model) and not any(name in peft.__dict__ for name in NAMES)
+    expected = answers(fastft.unpatch_model(peft))
+    assert answers(fastft.patch_model(peft)) == expected
+    peft.eval()
+    assert set(modes(peft.train())) == {True}
+
+
+def test_methods_of_an_instances_own_stay_and_are_not_reported_for_ever():
+    model = tiny_model("llama")
+    seen = []
+    model.train = seen.append
+    fastft.patch_model(model)
+    model.train(True)
+    assert seen == [True]
+    assert "walks" in {item.op for item in fastft.report(model).replaced}
+    fastft.unpatch_model(model)
+    assert model.train == seen.append
 
 
 def test_copies_have_methods_of_their_own_and_pickles_those_of_the_class():

@@ -140,8 +140,8 @@ def test_many_sizes_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(launching, "_MOST_REMEMBERED", 4)
     launch = Launcher(FakeKernel())
     for n in range(10):
-        launch(1, (torch.zeros(8), None), (n, 0.5), CONSTANTS)
-        assert len(launch._compiled) <= 4
+        launch(1, (torch.zeros(8), None), (n, 0.5 + n), CONSTANTS)
+        assert len(launch._compiled) <= 4 and len(launch._kinds) <= 4
 
 
 @pytest.mark.gpu

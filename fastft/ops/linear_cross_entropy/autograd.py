@@ -88,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss, *statistics
 
     @staticmethod
-    @first_order("linear_cross_entropy")
+    @first_order("loss")
     def backward(ctx: Any, dloss: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
         if dloss is None:
             return None, None, None, None, None

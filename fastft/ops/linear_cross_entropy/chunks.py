@@ -100,6 +100,9 @@ def walk(
             torch.addmm(bias, hidden, weight.t(), out=logits)
         part = outputs.slice(start, end)
         way.kernel(padded, vocab_size, head.targets[start:end], way.options, part, with_gradient=any(needs))
+        if needs[1]:  # zero times what is not finite there would be NaN in all of the weight's gradient
+            ignored = head.targets[start:end] == way.options.ignore_index
+            hidden = hidden.masked_fill(ignored[:, None], 0)
         sums.add(start, end, logits, hidden, weight, None if row_weights is None else row_weights[start:end, None])
     return outputs, sums.result()
 

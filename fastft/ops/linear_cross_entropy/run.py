@@ -241,7 +241,8 @@ def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     kind, dtype = hidden.device.type, hidden.dtype
     if dtype not in _DTYPES:
         raise KernelInputError(f"linear_cross_entropy: hidden has dtype {dtype}; give it fp16, bf16, fp32 or fp64")
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and dtype in AUTOCAST_DTYPES
+    # Asked like this for Dynamo of torch 2.11, which does not know is_autocast_available.
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and dtype in AUTOCAST_DTYPES
     allowed = AUTOCAST_DTYPES if autocast else (dtype,)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in allowed:
