@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _exp(x, EXACT: tl.constexpr):
+def exp_nonpositive(x, EXACT: tl.constexpr):
     """e^x of x <= 0: to a unit in the last place with EXACT, else to some, of x log2(e) in two parts."""
     if EXACT:
         x = tl.where(x < -104.0, -104.0, x)  # zero from there on; NaN stays NaN
@@ -37,7 +37,7 @@ def _divide(x, y, EXACT: tl.constexpr):
 @triton.jit
 def _sigmoid(x, EXACT: tl.constexpr):
     """1 / (1 + e^-x), and what is left to one: exact where the difference would have cancelled."""
-    small = _exp(-tl.abs(x), EXACT)
+    small = exp_nonpositive(-tl.abs(x), EXACT)
     larger = _divide(tl.full([], 1.0, tl.float32), 1 + small, EXACT)
     smaller = small * larger
     return tl.where(x < 0, smaller, larger), tl.where(x < 0, larger, smaller)
@@ -57,7 +57,7 @@ def _gauss(x, EXACT: tl.constexpr):
     (z - 3) / (z + 3), fitted on Chebyshev's nodes to 5e-9.
     """
     square = x * x
-    density = _exp(-0.5 * square, EXACT) * (1 - 0.5 * tl.fma(x, x, -square))
+    density = exp_nonpositive(-0.5 * square, EXACT) * (1 - 0.5 * tl.fma(x, x, -square))
     z = tl.abs(x) * 0.7071067811865476
     z = tl.where(z > 20.0, 20.0, z)  # where the density is zero
     density = tl.where(z >= 20.0, 0.0, density)  # of infinite numbers the square has no rest

@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastft.capability import probe
 from fastft.errors import KernelInputError, UnsupportedOptionError
 from fastft.ops.linear_cross_entropy import linear_cross_entropy, token_log_probs, verdicts
-from fastft.ops.linear_cross_entropy.chunks import chunk_rows
+from fastft.ops.linear_cross_entropy.chunks import Head, Way, chunk_rows, walk
+from fastft.ops.linear_cross_entropy.rows import RowOptions
+from fastft.ops.linear_cross_entropy.run import rows_for
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear", "aten::matmul")
 ALL = [*IMPLEMENTATIONS, "reference"]
@@ -244,6 +246,20 @@ def test_what_is_told_of_ignored_tokens_does_not_matter(device, impl):
     tensors["hidden"][ignored] = float("nan")
     found = gradients(*args, upstream.masked_fill(ignored, float("inf")), reduction="none", impl=impl)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_rows_that_are_walked_over_without_a_target_do_not_matter(device, impl):
+    """As on a GPU that nobody told how many there are."""
+    tensors, targets = make(device=device)
+    hidden, weight, _ = tensors.values()
+    hidden, targets = hidden.reshape(-1, SIZE).clone(), targets.reshape(-1)
+    way = Way(rows_for(device, torch.float32, impl).kernel, RowOptions(), torch.float32, 2**12)
+    expected = walk(Head(hidden, weight, None, targets, None), way, (True, True, False))
+    hidden[targets == -100] = float("nan")
+    found = walk(Head(hidden, weight, None, targets, None), way, (True, True, False))
+    assert torch.equal(found[0].losses, expected[0].losses)
+    assert all(torch.equal(a, b) for a, b in zip(found[1][:2], expected[1][:2], strict=True))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
