@@ -48,7 +48,7 @@ class PatchConfig:
             back to that of an fp32 input.
         loss: "triton", "chunked", "reference": who goes over the logits where one of TRL's trainers asks for the
             log-probabilities of tokens and the head is frozen. Each logit is made once, where TRL's own head makes it
-            again in backward; a chunk of logits takes up to 768 MiB or a 64th of the card. A target beyond the
+            again in backward; logits of 2,048 tokens are held, or a 64th of the card's memory. A target beyond the
             vocabulary is an error on a CPU and NaN on a GPU. What is not served is counted with its reason.
         checkpointing: what becomes of layers for which gradient checkpointing is switched on, by a trainer or by hand.
             Nothing is checkpointed that the caller did not ask to be, and the gradients are the same. "auto" measures
