@@ -62,7 +62,7 @@ class PatchConfig:
             first one that autograd holds itself (a leaf, as where embeddings are frozen). "recompute" keeps the inputs
             on the GPU, as stock does; False leaves Hugging Face's function alone.
         walks: "auto" answers what trainers ask of a whole model in each step (`train()` where nothing is to change,
-            `parameters()`, `num_parameters()`) in a tenth of the time that nn.Module takes; False leaves that to it.
+            `parameters()`, `num_parameters()`) in a tenth to a third of nn.Module's time; False leaves that to it.
         memory_budget: bytes of GPU memory at the highest, or "auto" for what is free, within which "auto" plans
             instead, keeping as much as fits. Given, layers are planned whether checkpointing is switched on or not.
     """
