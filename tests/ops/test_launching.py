@@ -139,8 +139,8 @@ def test_a_launch_happens_under_the_tensors_device_and_is_remembered_for_it(monk
 def test_many_sizes_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(launching, "_MOST_REMEMBERED", 4)
     launch = Launcher(FakeKernel())
-    for n in range(10):
-        launch(1, (torch.zeros(8), None), (n, 0.5 + n), CONSTANTS)
+    for numbers in [(n, 0.5) for n in range(10)] + [(n, 0.5 + n) for n in range(10)]:
+        launch(1, (torch.zeros(8), None), numbers, CONSTANTS)
         assert len(launch._compiled) <= 4 and len(launch._kinds) <= 4
 
 

@@ -90,7 +90,8 @@ def linear_cross_entropy(
     are ignored: `num_valid=int((targets != -100).sum())`.
 
     Args:
-        hidden: [..., H], fp16, bf16, fp32 or fp64, any strides; the token before its target, so shift one of both.
+        hidden: [..., H], fp16, bf16, fp32 or fp64, any strides; the token before its target, so shift one of both. In
+            fp16 gradients of tokens with small losses are less exact than eager's, whatever the loss is scaled with.
         weight: W, [V, H], of hidden's dtype, or any of fp16, bf16 and fp32 under autocast.
         targets: [...] int64, from 0 to V - 1 or ignore_index.
         bias: b, [V], or None.
